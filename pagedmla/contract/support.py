@@ -1,0 +1,251 @@
+"""THE support table: what each backend accepts, stated once.
+
+The dispatcher, the errors, ``explain``, ``pagedmla info``, the generated docs/support.md and the tests' parameter lists all
+ask this module, so a configuration that is accepted and never tested cannot exist.
+
+A backend is a row: each of its rules looks at one field of the problem and says either nothing or why not.  To build a
+feature, change the rule here; the tests, docs and messages follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from pagedmla.contract.errors import InvalidArgument, Unsupported
+from pagedmla.contract.kv_layout import KV_LAYOUTS
+from pagedmla.contract.problem import DecodeProblem
+from pagedmla.contract.target import Target
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason why a backend does not take a problem.
+
+    Attributes:
+        backend: the backend that refuses.
+        code: a stable word, the same as the error's.
+        argument: the argument at fault.
+        wanted: what this backend takes.
+        got: what came.
+    """
+
+    backend: str
+    code: str
+    argument: str
+    wanted: str
+    got: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.backend} backend refuses {self.argument}={self.got}: it takes {self.wanted} [{self.code}]"
+        )
+
+
+Rule = Callable[[DecodeProblem, Target], "tuple[str, str, str, str] | None"]
+"""(problem, target) -> None, or (code, argument, wanted, got)."""
+
+
+@dataclass(frozen=True)
+class BackendSupport:
+    """A backend's row of the table.
+
+    Attributes:
+        name: the word that ``backend=`` takes.
+        summary: one line for people.
+        rules: all are asked; every one that answers is a refusal.
+    """
+
+    name: str
+    summary: str
+    rules: tuple[Rule, ...]
+
+
+# (q dtype, cache layout) pairs whose product the torch kernel forms exactly in float32
+_TORCH_DTYPE_PAIRS: tuple[tuple[torch.dtype, str], ...] = (
+    (torch.bfloat16, "bf16"),
+    (torch.float16, "fp16"),
+    (torch.float32, "fp32"),
+    (torch.bfloat16, "fp8_per_tensor"),
+    (torch.float16, "fp8_per_tensor"),
+    (torch.float32, "fp8_per_tensor"),
+    (torch.float8_e4m3fn, "fp8_per_tensor"),
+    (torch.bfloat16, "fp8_fnuz_per_tensor"),
+    (torch.float16, "fp8_fnuz_per_tensor"),
+    (torch.float32, "fp8_fnuz_per_tensor"),
+    (torch.float8_e4m3fnuz, "fp8_fnuz_per_tensor"),
+)
+
+
+def _torch_dtypes(problem: DecodeProblem, target: Target) -> tuple[str, str, str, str] | None:
+    if (problem.q_dtype, problem.kv_layout) in _TORCH_DTYPE_PAIRS:
+        return None
+    for_query = [layout for dtype, layout in _TORCH_DTYPE_PAIRS if dtype == problem.q_dtype]
+    return (
+        "dtype_pair",
+        "kv_cache",
+        f"for q of {problem.q_dtype}: " + " or ".join(for_query),
+        problem.kv_layout,
+    )
+
+
+def _torch_schedule(problem: DecodeProblem, target: Target) -> tuple[str, str, str, str] | None:
+    if problem.schedule in (None, "split"):
+        return None
+    return "schedule", "schedule", "None or 'split'", repr(problem.schedule)
+
+
+def _invariant_splits(problem: DecodeProblem, target: Target) -> tuple[str, str, str, str] | None:
+    if not problem.batch_invariant or problem.num_kv_splits is None:
+        return None
+    # the invariant mode owns the split size: a count would make it depend on the row's length
+    return "num_kv_splits", "num_kv_splits", "None together with batch_invariant", str(problem.num_kv_splits)
+
+
+BACKENDS: dict[str, BackendSupport] = {
+    "torch": BackendSupport(
+        "torch",
+        "plain torch operations; any device that torch has",
+        (_torch_dtypes, _torch_schedule, _invariant_splits),
+    ),
+}
+"""Every backend that is built, best first: the first one without a refusal is chosen."""
+
+
+def check_backend_name(backend: object) -> None:
+    """Raises InvalidArgument unless ``backend`` is None or the name of a built backend."""
+    if backend is not None and backend not in BACKENDS:
+        raise InvalidArgument("backend", "backend", "None or one of " + ", ".join(BACKENDS), repr(backend))
+
+
+@lru_cache(maxsize=4096)
+def refusals(problem: DecodeProblem, target: Target, backend: str) -> tuple[Refusal, ...]:
+    """Every reason why ``backend`` does not take ``problem`` on ``target``; empty when it does.
+
+    Raises:
+        InvalidArgument: no backend has this name.
+    """
+    check_backend_name(backend)
+    answers = (rule(problem, target) for rule in BACKENDS[backend].rules)
+    return tuple(Refusal(backend, *answer) for answer in answers if answer is not None)
+
+
+@lru_cache(maxsize=4096)
+def choose_backend(problem: DecodeProblem, target: Target, backend: str | None = None) -> str:
+    """The backend that runs ``problem``: ``backend`` itself when named, else the best that takes it.
+
+    Raises:
+        InvalidArgument: no backend has this name.
+        Unsupported: it is refused, with every reason.
+    """
+    check_backend_name(backend)
+    reasons: list[Refusal] = []
+    for name in [backend] if backend is not None else BACKENDS:
+        found = refusals(problem, target, name)
+        if not found:
+            return name
+        reasons.extend(found)
+    raise Unsupported.from_refusals(reasons)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of the table.
+
+    Attributes:
+        field: the field (or fields) of DecodeProblem that it moves.
+        rule: what is accepted, in words, for docs.
+        samples: values that checks and tests visit, each a dict of fields; edges and odd values included.
+    """
+
+    field: str
+    rule: str
+    samples: tuple[dict[str, object], ...]
+
+
+_HEADS = (1, 2, 4, 5, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128)
+_PAGES = (1, 2, 3, 16, 32, 64, 128, 256, 480)
+_DIMS = ((512, 64), (256, 64), (256, 32), (128, 32), (512, 0))
+_QUERY_LENGTHS = (1, 2, 3, 4, 8, 16)
+
+AXES: tuple[Axis, ...] = (
+    Axis("num_heads", "any number >= 1", tuple({"num_heads": value} for value in _HEADS)),
+    Axis("page_size", "any number >= 1", tuple({"page_size": value} for value in _PAGES)),
+    Axis(
+        "kv_lora_rank, qk_rope_head_dim",
+        "any latent size >= 1 with any even rope size, 0 included",
+        tuple({"kv_lora_rank": rank, "qk_rope_head_dim": rope} for rank, rope in _DIMS),
+    ),
+    Axis(
+        "max_q_len",
+        "any number >= 1, ragged or even",
+        tuple({"max_q_len": value} for value in _QUERY_LENGTHS),
+    ),
+    Axis(
+        "q_dtype, kv_layout",
+        "the pairs listed below",
+        tuple(
+            {"q_dtype": dtype, "kv_layout": layout}
+            for dtype in (
+                torch.bfloat16,
+                torch.float16,
+                torch.float32,
+                torch.float8_e4m3fn,
+                torch.float8_e4m3fnuz,
+            )
+            for layout in KV_LAYOUTS
+        ),
+    ),
+    Axis("causal", "true or false", ({"causal": True}, {"causal": False})),
+    Axis(
+        "schedule",
+        "see the refusals",
+        ({"schedule": None}, {"schedule": "split"}, {"schedule": "persistent"}),
+    ),
+    Axis(
+        "num_kv_splits",
+        "any number >= 1, or None",
+        tuple({"num_kv_splits": value} for value in (None, 1, 2, 3, 7, 64)),
+    ),
+    Axis("batch_invariant", "true or false", ({"batch_invariant": False}, {"batch_invariant": True})),
+)
+"""What a problem may vary in.  ``sample_problems`` walks it; docs/support.md prints it."""
+
+
+def sample_problems(softmax_scale: float = 0.07) -> Iterator[DecodeProblem]:
+    """Problems that cover the table: each axis's every value against the base, and against each value of the other axes
+    at least once in pairs where the two interact (dtypes, dims, heads and pages with the modes).
+
+    The count stays in the hundreds: a full product would be a hundred thousand, nearly all of them repeats.
+    """
+    seen: set[DecodeProblem] = set()
+    base: dict[str, object] = {"num_heads": 16, "softmax_scale": softmax_scale}
+    modes: tuple[dict[str, object], ...] = (
+        {},
+        {"batch_invariant": True},
+        {"num_kv_splits": 3, "max_q_len": 3},
+        {"causal": False, "max_q_len": 2, "page_size": 3},
+    )
+    pairs = [sample for axis in AXES if axis.field == "q_dtype, kv_layout" for sample in axis.samples]
+    for axis in AXES:
+        for sample in axis.samples:
+            for mode in modes:
+                yield from _unseen(seen, base | mode | sample)
+            if axis.field in ("num_heads", "page_size", "kv_lora_rank, qk_rope_head_dim"):
+                for pair in pairs:
+                    yield from _unseen(seen, base | sample | pair)
+
+
+def _unseen(seen: set[DecodeProblem], values: dict[str, object]) -> Iterator[DecodeProblem]:
+    problem = DecodeProblem(**values)  # type: ignore[arg-type]
+    if problem not in seen:
+        seen.add(problem)
+        yield problem
+
+
+def accepted_problems(target: Target, backend: str) -> list[DecodeProblem]:
+    """Those of ``sample_problems`` that ``backend`` takes on ``target``: what checks and tests must run."""
+    return [problem for problem in sample_problems() if not refusals(problem, target, backend)]

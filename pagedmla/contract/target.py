@@ -1,0 +1,79 @@
+"""The machine a kernel is chosen for: detected when asked, never at import, and constructible by hand."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from pagedmla.contract.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device as the support table sees it.
+
+    Attributes:
+        vendor: ``"cpu"``, ``"nvidia"``, ``"amd"``, or another torch device type as it is named there.
+        arch: ``"sm_90"``, ``"gfx942"``, a CPU's machine name, ...
+        compute_units: streaming multiprocessors, compute units, or the threads torch uses.
+        shared_memory_bytes: most shared memory (LDS) of one workgroup; 0 where there is none.
+        name: the device's own name, for people.
+        read_bytes_per_s: measured rate of reading pages from memory, or None where it was not measured.
+        matmul_flops_per_s: measured dense bf16 rate, or None where it was not measured.
+    """
+
+    vendor: str
+    arch: str
+    compute_units: int
+    shared_memory_bytes: int
+    name: str = ""
+    read_bytes_per_s: float | None = None
+    matmul_flops_per_s: float | None = None
+
+    @classmethod
+    def detect(cls, device: torch.device | str = "cpu") -> Target:
+        """Asks torch about ``device``.
+
+        Raises:
+            InvalidArgument: the device does not exist here.
+        """
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise InvalidArgument(
+                "device", "device", "a torch device, such as cpu or cuda:0", f"{device!r} ({error})"
+            ) from error
+        if device.type == "cpu":
+            machine = platform.machine()
+            return cls("cpu", machine, torch.get_num_threads(), 0, platform.processor() or machine)
+        if device.type == "cuda":
+            return cls._detect_cuda(device)
+        return cls(device.type, device.type, 1, 0, device.type)
+
+    @classmethod
+    def _detect_cuda(cls, device: torch.device) -> Target:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
+        if index >= count:
+            raise InvalidArgument(
+                "device", "device", f"one of the {count} CUDA devices of this machine", str(device)
+            )
+        properties = torch.cuda.get_device_properties(index)
+        if torch.version.hip is not None:
+            arch = properties.gcnArchName.split(":")[0]
+            # every CDNA part so far gives a workgroup 64 KiB; gfx950 doubled and a half it
+            lds = 163840 if arch == "gfx950" else 65536
+            return cls("amd", arch, properties.multi_processor_count, lds, properties.name)
+        arch = f"sm_{properties.major}{properties.minor}"
+        shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
+        rates = _MEASURED_RATES.get(properties.name, (None, None))
+        return cls("nvidia", arch, properties.multi_processor_count, shared, properties.name, *rates)
+
+    def __str__(self) -> str:
+        return f"{self.name or self.arch} ({self.vendor} {self.arch}, {self.compute_units} compute units)"
+
+
+# (bytes/s of reading permuted pages into shared memory, bf16 matmul FLOP/s on random data), measured on one card each
+_MEASURED_RATES: dict[str, tuple[float, float]] = {"NVIDIA H200": (4.61e12, 795e12)}
