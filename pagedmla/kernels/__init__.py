@@ -1,0 +1,51 @@
+"""Backends by name, loaded when first used.
+
+A backend is a module with two functions:
+
+    decode(args: DecodeArguments, problem: DecodeProblem, out: Tensor, lse: Tensor) -> None     writes every row
+    workspace_size(problem: DecodeProblem, bounds: BatchBounds) -> int                          bytes
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Protocol, cast
+
+import torch
+
+from pagedmla.contract.arguments import DecodeArguments
+from pagedmla.contract.errors import InvalidArgument, Unsupported
+from pagedmla.contract.problem import BatchBounds, DecodeProblem
+
+MODULES: dict[str, str] = {"torch": "pagedmla.kernels.torch"}
+
+
+class Backend(Protocol):
+    """What a backend's module offers."""
+
+    def decode(
+        self, args: DecodeArguments, problem: DecodeProblem, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Writes every row of ``out`` and ``lse``."""
+
+    def workspace_size(self, problem: DecodeProblem, bounds: BatchBounds) -> int:
+        """Bytes of workspace that calls within ``bounds`` use."""
+
+
+@cache
+def load(name: str) -> Backend:
+    """The module of the backend called ``name``.
+
+    Raises:
+        InvalidArgument: no backend has this name.
+        Unsupported: its module cannot be imported here; the import's own message is kept.
+    """
+    if name not in MODULES:
+        raise InvalidArgument("backend", "backend", "one of " + ", ".join(MODULES), repr(name))
+    try:
+        return cast(Backend, importlib.import_module(MODULES[name]))
+    except ImportError as error:
+        raise Unsupported(
+            "import", "backend", f"a machine where {MODULES[name]} can be imported", str(error)
+        ) from error

@@ -1,0 +1,81 @@
+"""Which tile sizes a kernel runs with: a rule from problem and target to a frozen record.  Nothing is tuned at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedmla.contract.problem import DecodeProblem
+
+_ROWS_OF_A_TILE = 16
+
+
+@dataclass(frozen=True)
+class TorchDecodeConfig:
+    """Tile sizes of the torch backend.
+
+    Attributes:
+        kv_tokens_per_pass: tokens of all work items that are copied out of their pages at once.  2,048 tokens of 576
+            float32 numbers are 4.5 MiB: they stay in a core's outer cache between the two products, and one pass is long
+            enough for a matrix product to use every core.  GPUs want more work in a launch.
+        max_kv_block: most tokens of one item in a pass; beyond 1,024 the score matrix outgrows the caches.
+        min_kv_block: fewest; below 64 the fixed cost of a torch operation is most of the time.
+        max_rows_per_pass: query rows (tokens x heads x splits) whose accumulators are held at once: 8,192 x 512 float32
+            numbers are 16 MiB.
+        max_scores_per_pass: numbers of the score matrix, 16 MiB of float32.
+        max_rows_per_item: rows of one work item; longer queries are cut, and read the keys again for each cut.
+        invariant_kv_block: tokens of a step in batch-invariant mode, whatever the batch.
+        invariant_rows: rows of a matrix product in batch-invariant mode, whatever the batch: missing ones are zeros.
+    """
+
+    kv_tokens_per_pass: int = 2048
+    max_kv_block: int = 1024
+    min_kv_block: int = 64
+    max_rows_per_pass: int = 8192
+    max_scores_per_pass: int = 4 * 1024 * 1024
+    max_rows_per_item: int = 2048
+    invariant_kv_block: int = 256
+    invariant_rows: int = _ROWS_OF_A_TILE
+
+    def query_tokens_per_item(self, num_heads: int) -> int:
+        """Query tokens of one work item, at least one however many heads there are."""
+        return max(1, self.max_rows_per_item // num_heads)
+
+    def items_per_pass(self, rows_per_item: int) -> int:
+        """Work items whose accumulators and least score matrix fit a pass, at least one."""
+        by_tokens = self.kv_tokens_per_pass // self.min_kv_block
+        by_scores = self.max_scores_per_pass // (rows_per_item * self.min_kv_block)
+        return max(1, min(by_tokens, by_scores, self.max_rows_per_pass // rows_per_item))
+
+    def kv_block(self, num_items: int, rows_per_item: int, longest: int) -> int:
+        """Tokens of each item in one step of a pass whose longest item has ``longest`` tokens."""
+        by_tokens = self.kv_tokens_per_pass // num_items
+        by_scores = self.max_scores_per_pass // (num_items * rows_per_item)
+        block = min(self.max_kv_block, max(self.min_kv_block, min(by_tokens, by_scores)))
+        return max(1, min(block, longest))
+
+
+def torch_decode_config(problem: DecodeProblem, device_type: str) -> TorchDecodeConfig:
+    """The torch backend's tile sizes for ``problem`` on a device of this type."""
+    if device_type == "cpu":
+        return TorchDecodeConfig()
+    # an accelerator wants many times the work per launch; memory is not what it is short of
+    return TorchDecodeConfig(
+        kv_tokens_per_pass=65536, max_rows_per_pass=65536, max_scores_per_pass=64 * 1024 * 1024
+    )
+
+
+def split_count(num_units: int, longest: int, parallel_units: int, smallest_split: int = 512) -> int:
+    """Parts that each sequence's keys are cut into when the caller leaves it open.
+
+    Splits only exist to fill the machine: with as many work units as it has, one part is right.  A part is never shorter
+    than ``smallest_split`` tokens, or its share of the fixed costs outweighs what it brings.
+
+    Args:
+        num_units: independent (sequence, query tile) pairs.
+        longest: keys of the longest one, tokens.
+        parallel_units: threads of a CPU, compute units of a GPU.
+        smallest_split: tokens.
+    """
+    if num_units < 1 or num_units >= parallel_units:
+        return 1
+    return max(1, min(-(-parallel_units // num_units), longest // smallest_split))

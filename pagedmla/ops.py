@@ -1,0 +1,155 @@
+"""``torch.ops.pagedmla.*``: the schemas, their fake implementations, and what stands behind them.
+
+    decode(q, q_pe?, kv_cache, block_table, seq_lens, cu_seqlens_q?, softmax_scale, ...) -> (out, lse)
+    decode_out(the same, out, lse) -> ()          writes into out and lse
+    merge_states(outs, lses) -> (out, lse)        stacked states
+
+A scale is given as a float or as a tensor, never both; a schema has no unions, hence two arguments each.  The implementations
+take the schema's arguments by position, in its order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pagedmla import kernels
+from pagedmla.contract.arguments import DecodeArguments, check_arguments, expect
+from pagedmla.contract.errors import InvalidArgument
+from pagedmla.contract.problem import out_dtype_of
+from pagedmla.contract.support import check_backend_name, choose_backend
+from pagedmla.contract.target import Target
+from pagedmla.contract.values import check_values
+from pagedmla.kernels.torch.merge import merge_stacked
+
+_DECODE_ARGUMENTS = (
+    "Tensor q, Tensor? q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q, "
+    "float softmax_scale, bool causal, int kv_lora_rank, float? q_scale, Tensor? q_scale_tensor, float? kv_scale, "
+    "Tensor? kv_scale_tensor, str? backend, str? schedule, int? num_kv_splits, bool batch_invariant, "
+    "Tensor? workspace, bool validate"
+)
+
+_library = torch.library.Library("pagedmla", "DEF")
+_library.define(f"decode({_DECODE_ARGUMENTS}) -> (Tensor, Tensor)")
+_library.define(f"decode_out({_DECODE_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()")
+_library.define("merge_states(Tensor outs, Tensor lses) -> (Tensor, Tensor)")
+
+
+def _arguments(
+    q: torch.Tensor,
+    q_pe: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    kv_lora_rank: int,
+    q_scale: float | None,
+    q_scale_tensor: torch.Tensor | None,
+    kv_scale: float | None,
+    kv_scale_tensor: torch.Tensor | None,
+    backend: str | None,
+    schedule: str | None,
+    num_kv_splits: int | None,
+    batch_invariant: bool,
+    workspace: torch.Tensor | None,
+    validate: bool,
+) -> tuple[DecodeArguments, str | None, bool]:
+    args = DecodeArguments(
+        q=q,
+        q_pe=q_pe,
+        kv_cache=kv_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        kv_lora_rank=kv_lora_rank,
+        q_scale=q_scale if q_scale_tensor is None else q_scale_tensor,
+        kv_scale=kv_scale if kv_scale_tensor is None else kv_scale_tensor,
+        schedule=schedule,
+        num_kv_splits=num_kv_splits,
+        batch_invariant=batch_invariant,
+        workspace=workspace,
+    )
+    return args, backend, validate
+
+
+def _empty_outputs(args: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = (args.num_tokens, args.num_heads)
+    out = torch.empty((*rows, args.kv_lora_rank), dtype=out_dtype_of(args.q.dtype), device=args.q.device)
+    return out, torch.empty(rows, dtype=torch.float32, device=args.q.device)
+
+
+def _run(
+    args: DecodeArguments, backend: str | None, validate: bool, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    problem = args.problem()
+    name = choose_backend(problem, Target.detect(args.q.device), backend)
+    if validate:
+        check_values(args)
+    kernels.load(name).decode(args, problem, out, lse)
+
+
+def _decode(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    args, backend, validate = _arguments(*given)
+    check_arguments(args)
+    out, lse = _empty_outputs(args)
+    _run(args, backend, validate, out, lse)
+    return out, lse
+
+
+def _decode_out(*given: Any) -> None:
+    *inputs, out, lse = given
+    args, backend, validate = _arguments(*inputs)
+    check_arguments(args, out, lse)
+    _run(args, backend, validate, out, lse)
+
+
+def _decode_fake(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    args, backend, _ = _arguments(*given)
+    check_backend_name(backend)
+    check_arguments(args)
+    return _empty_outputs(args)
+
+
+def _decode_out_fake(*given: Any) -> None:
+    *inputs, out, lse = given
+    args, backend, _ = _arguments(*inputs)
+    check_backend_name(backend)
+    check_arguments(args, out, lse)
+
+
+def check_states(outs: torch.Tensor, lses: torch.Tensor) -> None:
+    """Raises InvalidArgument unless outs is [states, num_tokens, num_heads, dv] and lses f32 [states, num_tokens, num_heads]."""
+    floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    expect(outs, "outs", (None, None, None, None), floats, None)
+    shape = (outs.shape[0], outs.shape[1], outs.shape[2])
+    lse_dtypes = (torch.float64, torch.float32) if outs.dtype == torch.float64 else (torch.float32,)
+    expect(lses, "lses", shape, lse_dtypes, outs.device)
+    if outs.shape[0] == 0:
+        raise InvalidArgument("num_states", "outs", "at least one state", "none")
+
+
+def _merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    check_states(outs, lses)
+    accumulator = torch.float64 if outs.dtype == torch.float64 else torch.float32
+    out, lse = merge_stacked(outs.to(accumulator), lses.to(accumulator))
+    return out.to(outs.dtype), lse.to(lses.dtype)
+
+
+def _merge_states_fake(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    check_states(outs, lses)
+    return torch.empty_like(outs[0]), torch.empty_like(lses[0])
+
+
+for _name, _implementation, _fake in (
+    ("decode", _decode, _decode_fake),
+    ("decode_out", _decode_out, _decode_out_fake),
+    ("merge_states", _merge_states, _merge_states_fake),
+):
+    # one implementation for every device: the backend is chosen inside, by the support table
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"pagedmla::{_name}", _fake, lib=_library)

@@ -1,0 +1,161 @@
+"""``DecodePlan``: a decode whose buffers are made once, for engines that capture graphs."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedmla import kernels
+from pagedmla.contract.arguments import Scale
+from pagedmla.contract.errors import InvalidArgument, PlanMismatch
+from pagedmla.contract.kv_layout import layout_of_dtype
+from pagedmla.contract.problem import BatchBounds, DecodeProblem
+from pagedmla.contract.support import choose_backend
+from pagedmla.contract.target import Target
+from pagedmla.decode import Query, decode
+from pagedmla.paging.metadata import DecodeMetadata
+
+
+class DecodePlan:
+    """Persistent buffers and fixed choices for one problem on one device.
+
+    ``update`` copies a step's tables in stream order, without a sync and without allocating; ``run`` reads them on the device.
+    A graph captured around ``run`` (or around both) therefore stays right for every later length within the bounds.
+
+        plan = DecodePlan(problem, BatchBounds(max_num_seqs=64, max_pages_per_seq=512), "cuda")
+        plan.update(block_table, seq_lens)
+        out, lse = plan.run(q, kv_cache)
+
+    Attributes:
+        problem, bounds, device: what the plan was made for.
+        backend: the backend that runs it.
+        metadata: the persistent block table, lengths and query starts.
+        workspace: uint8, the kernel's intermediates.
+    """
+
+    def __init__(
+        self,
+        problem: DecodeProblem,
+        bounds: BatchBounds,
+        device: torch.device | str = "cpu",
+        *,
+        backend: str | None = None,
+    ) -> None:
+        """Makes the buffers.
+
+        Args:
+            problem: the static half of every call.
+            bounds: capacities; the block table counts pages of ``problem.page_size`` tokens.
+            device: where everything lives.
+            backend: a backend's name, or None for the best that takes the problem.
+
+        Raises:
+            InvalidArgument: an unknown device or backend.
+            Unsupported: the problem is refused, with every reason.
+        """
+        for name, value, kind in (("problem", problem, DecodeProblem), ("bounds", bounds, BatchBounds)):
+            if not isinstance(value, kind):
+                raise InvalidArgument("type", name, f"a {kind.__name__}", type(value).__name__)
+        target = Target.detect(device)
+        self.problem = problem
+        self.bounds = bounds
+        self.backend = choose_backend(problem, target, backend)
+        self.metadata = DecodeMetadata(bounds, problem.page_size, csr=False, device=device)
+        self.device = self.metadata.block_table.device
+        num_bytes = kernels.load(self.backend).workspace_size(problem, bounds)
+        self.workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._even_tokens = 0
+
+    def update(
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None
+    ) -> None:
+        """Copies a step's tables into the plan's buffers; sequences beyond the step's become inert.
+
+        Args:
+            block_table: i32 [num_seqs, width], width <= max_pages_per_seq; never cut silently.
+            seq_lens: i32 [num_seqs], tokens, this step's included.
+            cu_seqlens_q: i32 [num_seqs + 1]; left out: ``problem.max_q_len`` query tokens for every sequence.
+
+        Raises:
+            InvalidArgument: wrong rank, dtype, device or matching lengths.
+            PlanMismatch: a capacity is exceeded; nothing was copied.
+        """
+        self.metadata.update(block_table, seq_lens, cu_seqlens_q, q_len=self.problem.max_q_len)
+        self._even_tokens = seq_lens.shape[0] * self.problem.max_q_len if cu_seqlens_q is None else 0
+
+    def run(
+        self,
+        q: Query,
+        kv_cache: torch.Tensor,
+        *,
+        q_scale: Scale = None,
+        kv_scale: Scale = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decodes the step that ``update`` brought.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim_qk] or the pair; rows past the step's query tokens are padding and get
+                (0, -inf).
+            kv_cache: [num_pages, page_size, head_dim_qk].
+            q_scale, kv_scale: fp8 only, see ``pagedmla.decode``.
+            out, lse: to write into; left out: new tensors.
+
+        Returns:
+            (out, lse) as ``pagedmla.decode``.
+
+        Raises:
+            PlanMismatch: heads, dims, dtype, layout, page size or device differ from the plan's, or a capacity is exceeded.
+            InvalidArgument: what ``pagedmla.decode`` would refuse.
+        """
+        self._check_run(q, kv_cache)
+        problem = self.problem
+        return decode(
+            q,
+            kv_cache,
+            self.metadata.block_table,
+            self.metadata.seq_lens,
+            softmax_scale=problem.softmax_scale,
+            cu_seqlens_q=self.metadata.cu_seqlens_q,
+            causal=problem.causal,
+            kv_lora_rank=problem.kv_lora_rank,
+            q_scale=q_scale,
+            kv_scale=kv_scale,
+            out=out,
+            lse=lse,
+            backend=self.backend,
+            schedule=problem.schedule,
+            num_kv_splits=problem.num_kv_splits,
+            batch_invariant=problem.batch_invariant,
+            workspace=self.workspace,
+        )
+
+    def _check_run(self, q: Query, kv_cache: torch.Tensor) -> None:
+        parts = [q] if isinstance(q, torch.Tensor) else list(q)
+        if not all(isinstance(part, torch.Tensor) for part in [*parts, kv_cache]):
+            raise InvalidArgument(
+                "type", "q and kv_cache", "tensors", ", ".join(type(part).__name__ for part in parts)
+            )
+        for name, tensor in [("q", part) for part in parts] + [("kv_cache", kv_cache)]:
+            if tensor.dim() != 3:
+                raise InvalidArgument("rank", name, "3 dimensions", str(list(tensor.shape)))
+            if tensor.device != self.device:
+                raise PlanMismatch(
+                    "device", name, f"a tensor on {self.device}, as the plan", f"one on {tensor.device}"
+                )
+        problem = self.problem
+        for argument, name, planned, given in (
+            ("q", "num_heads", problem.num_heads, parts[0].shape[1]),
+            ("q", "head_dim_qk", problem.head_dim_qk, sum(part.shape[2] for part in parts)),
+            ("q", "dtype", problem.q_dtype, parts[0].dtype),
+            ("kv_cache", "layout", problem.kv_layout, layout_of_dtype(kv_cache.dtype).name),
+            ("kv_cache", "page_size", problem.page_size, kv_cache.shape[1]),
+        ):
+            if planned != given:
+                raise PlanMismatch(name, argument, f"{name} {planned}, as planned", str(given))
+        num_tokens, capacity = parts[0].shape[0], self.bounds.num_tokens(problem)
+        if num_tokens > capacity:
+            raise PlanMismatch("max_num_tokens", "q", f"at most {capacity} query tokens", str(num_tokens))
+        if num_tokens < self._even_tokens:
+            wanted = f"at least the {self._even_tokens} query tokens of the last update (max_q_len {problem.max_q_len} each)"
+            raise PlanMismatch("num_tokens", "q", wanted, str(num_tokens))
