@@ -123,7 +123,7 @@ def _decode_out_fake(*given: Any) -> None:
 
 
 def check_states(outs: torch.Tensor, lses: torch.Tensor) -> None:
-    """Raises InvalidArgument unless outs is [states, num_tokens, num_heads, dv] and lses f32 [states, num_tokens, num_heads]."""
+    """Raises InvalidArgument unless outs is [states, num_tokens, num_heads, dv] and lses f32 of the same, without dv."""
     floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     expect(outs, "outs", (None, None, None, None), floats, None)
     shape = (outs.shape[0], outs.shape[1], outs.shape[2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -29,8 +28,9 @@ def check_softmax_scale(softmax_scale: object) -> float:
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise InvalidArgument("softmax_scale", "softmax_scale", wanted, f"{softmax_scale!r}")
     value = float(softmax_scale)
-    # smallest normal and largest float32: the number is validated in the precision in which it is used
-    if not math.isfinite(value) or not 1.1754944e-38 <= value <= 3.4028234e38:
+    # smallest normal and largest float32: the number is validated in the precision in which it is used; NaN and the
+    # infinities fail the comparison too
+    if not 1.1754944e-38 <= value <= 3.4028234e38:
         raise InvalidArgument("softmax_scale", "softmax_scale", wanted, f"{softmax_scale!r}")
     return value
 

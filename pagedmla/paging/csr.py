@@ -10,6 +10,7 @@ These functions allocate what they return and read lengths on the host; an engin
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,9 @@ def expand_block_table(
     num_seqs, width = block_table.shape
     if out is None:
         out = torch.empty(num_seqs, width * ratio, dtype=torch.int32, device=block_table.device)
-    cells = out.unflatten(1, (width, ratio)) if width else out[:, :0].unsqueeze(-1)
+    if width == 0:
+        return out
+    cells = out.unflatten(1, (width, ratio))
     cells.copy_(block_table.unsqueeze(-1))
     if ratio > 1:
         cells.mul_(ratio)
@@ -130,7 +133,7 @@ def csr_to_block_table(
         raise InvalidArgument(
             "num_seqs", "kv_indptr", "[num_seqs + 1] beside kv_last_page_len [num_seqs]", got
         )
-    counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    counts = [stop - start for start, stop in pairwise(starts)]
     if starts[0] != 0 or min(counts, default=0) < 0 or starts[-1] > kv_indices.shape[0]:
         wanted = f"a rising sequence from 0 to at most len(kv_indices) = {kv_indices.shape[0]}"
         raise InvalidArgument("kv_indptr", "kv_indptr", wanted, _shorten(starts))

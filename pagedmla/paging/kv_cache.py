@@ -89,7 +89,7 @@ def append(
     num_slots = kv_cache.shape[0] * kv_cache.shape[1]
     slots = slot_mapping.to(torch.int64)
     owned = (slots >= 0) & (slots < num_slots)
-    if kv_cache.device.type == "cpu":
+    if _slots_on_host(kv_cache):
         _put(kv_cache, slots[owned], rows[owned])
     else:
         _put(kv_cache, *_redirect_skipped(kv_cache, slots, rows, owned))
@@ -219,6 +219,11 @@ def _scale_of(
         check_scale_tensor("kv_scale", kv_scale, device)
         return kv_scale.reshape(())
     return check_scale_number("kv_scale", kv_scale)
+
+
+def _slots_on_host(kv_cache: torch.Tensor) -> bool:
+    # choosing rows by a mask asks how many there are, which waits for any other device
+    return kv_cache.device.type == "cpu"
 
 
 def _as_storable(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ pages.  Cells of a table past a sequence's pages keep what they held, which the 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from pagedmla.contract.errors import InvalidArgument, PlanMismatch
@@ -150,6 +152,11 @@ class DecodeMetadata:
             raise PlanMismatch("max_pages_per_seq", "block_table", wanted, str(block_table.shape[1]))
         return num_seqs
 
+    @property
+    def _lengths_on_host(self) -> bool:
+        """Whether reading a length waits for nobody."""
+        return self.device.type == "cpu"
+
     def _zeros(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device=self.device)
 
@@ -161,7 +168,7 @@ class DecodeMetadata:
         self.kv_indices = self._indices_and_spare[:capacity]
         self.kv_last_page_len = torch.ones(self.max_num_seqs, dtype=torch.int32, device=self.device)
         self._num_pages = self._zeros(self.max_num_seqs)
-        if self.device.type != "cpu":
+        if not self._lengths_on_host:
             self._columns = torch.arange(width, device=self.device)
             self._cell_target = torch.empty(self.max_num_seqs, width, dtype=torch.int64, device=self.device)
             self._cell_unused = torch.empty(self.max_num_seqs, width, dtype=torch.bool, device=self.device)
@@ -176,7 +183,7 @@ class DecodeMetadata:
         self._num_pages.div_(self.kernel_page_size, rounding_mode="floor")
         # a length that the table cannot hold, or a negative one, must not lead past the buffers
         self._num_pages.clamp_(0, self.block_table.shape[1])
-        if self.device.type == "cpu":
+        if self._lengths_on_host:
             torch.cumsum(self._num_pages, 0, dtype=torch.int32, out=self.kv_indptr[1:])
             self._compact_on_host(num_seqs)
         else:
@@ -187,7 +194,7 @@ class DecodeMetadata:
 
     def _compact_on_host(self, num_seqs: int) -> None:
         starts = self.kv_indptr[: num_seqs + 1].tolist()
-        for sequence, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+        for sequence, (start, stop) in enumerate(pairwise(starts)):
             self.kv_indices[start:stop].copy_(self.block_table[sequence, : stop - start])
 
     def _compact_on_device(self, num_seqs: int) -> None:
