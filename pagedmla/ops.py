@@ -21,7 +21,6 @@ from pagedmla.contract.problem import out_dtype_of
 from pagedmla.contract.support import check_backend_name, choose_backend
 from pagedmla.contract.target import Target
 from pagedmla.contract.values import check_values
-from pagedmla.kernels.torch.merge import merge_stacked
 
 _DECODE_ARGUMENTS = (
     "Tensor q, Tensor? q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q, "
@@ -136,7 +135,8 @@ def check_states(outs: torch.Tensor, lses: torch.Tensor) -> None:
 def _merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     check_states(outs, lses)
     accumulator = torch.float64 if outs.dtype == torch.float64 else torch.float32
-    out, lse = merge_stacked(outs.to(accumulator), lses.to(accumulator))
+    # plain tensor arithmetic that every device has: there is nothing to choose
+    out, lse = kernels.load("torch").merge_states(outs.to(accumulator), lses.to(accumulator))
     return out.to(outs.dtype), lse.to(lses.dtype)
 
 

@@ -1,9 +1,6 @@
 """Backends by name, loaded when first used.
 
-A backend is a module with two functions:
-
-    decode(args: DecodeArguments, problem: DecodeProblem, out: Tensor, lse: Tensor) -> None     writes every row
-    workspace_size(problem: DecodeProblem, bounds: BatchBounds) -> int                          bytes
+A backend is a module with the functions of ``Backend``.
 """
 
 from __future__ import annotations
@@ -31,6 +28,9 @@ class Backend(Protocol):
 
     def workspace_size(self, problem: DecodeProblem, bounds: BatchBounds) -> int:
         """Bytes of workspace that calls within ``bounds`` use."""
+
+    def merge_states(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merges stacked states along the first dimension."""
 
 
 @cache

@@ -42,7 +42,11 @@ def last_page_len(seq_lens: torch.Tensor, page_size: int, out: torch.Tensor | No
 
 
 def expand_block_table(
-    block_table: torch.Tensor, page_size: int, kernel_page_size: int, out: torch.Tensor | None = None
+    block_table: torch.Tensor,
+    page_size: int,
+    kernel_page_size: int,
+    out: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same pages in smaller units: page p becomes ``ratio`` kernel pages, p * ratio .. p * ratio + ratio - 1.
 
@@ -52,7 +56,8 @@ def expand_block_table(
         block_table: i32 [num_seqs, max_pages], in pages of ``page_size`` tokens.
         page_size: tokens in a page of the manager that made the table.
         kernel_page_size: tokens in a page of the kernel that reads it; divides ``page_size``.
-        out: i32 [num_seqs, max_pages * ratio] to write into; no memory is allocated then.
+        out: i32 [num_seqs, max_pages * ratio] to write into.
+        parts: i32 [ratio], the numbers 0 .. ratio - 1.  With it and ``out`` no memory is allocated.
 
     Raises:
         InvalidArgument: ``kernel_page_size`` does not divide ``page_size``.
@@ -63,12 +68,13 @@ def expand_block_table(
         out = torch.empty(num_seqs, width * ratio, dtype=torch.int32, device=block_table.device)
     if width == 0:
         return out
+    if ratio == 1:
+        return out.copy_(block_table)
+    if parts is None:
+        parts = torch.arange(ratio, dtype=torch.int32, device=block_table.device)
     cells = out.unflatten(1, (width, ratio))
     cells.copy_(block_table.unsqueeze(-1))
-    if ratio > 1:
-        cells.mul_(ratio)
-        for part in range(1, ratio):
-            cells[:, :, part].add_(part)
+    cells.mul_(ratio).add_(parts)
     return out
 
 

@@ -62,7 +62,8 @@ class DecodeMetadata:
         self.page_size = page_size
         self.kernel_page_size = page_size if kernel_page_size is None else kernel_page_size
         self.device = torch.device(device)
-        width = bounds.max_pages_per_seq * pages_ratio(page_size, self.kernel_page_size)
+        ratio = pages_ratio(page_size, self.kernel_page_size)
+        width = bounds.max_pages_per_seq * ratio
         if bounds.max_num_seqs * width > _INT32_MAX:
             got = f"{bounds.max_num_seqs} x {width}"
             raise InvalidArgument("capacity", "bounds", f"max_num_seqs * kernel pages <= {_INT32_MAX}", got)
@@ -70,6 +71,7 @@ class DecodeMetadata:
         self.seq_lens = self._zeros(bounds.max_num_seqs)
         self.cu_seqlens_q = self._zeros(bounds.max_num_seqs + 1)
         self._sequence_numbers = torch.arange(bounds.max_num_seqs + 1, dtype=torch.int32, device=self.device)
+        self._parts = torch.arange(ratio, dtype=torch.int32, device=self.device)
         self._has_csr = csr
         if csr:
             self._make_csr_buffers(width)
@@ -100,14 +102,8 @@ class DecodeMetadata:
             PlanMismatch: more sequences or a wider table than the capacities; nothing was copied.
         """
         num_seqs = self._check_step(block_table, seq_lens, cu_seqlens_q)
-        ratio = self.page_size // self.kernel_page_size
-        width = block_table.shape[1]
-        expand_block_table(
-            block_table,
-            self.page_size,
-            self.kernel_page_size,
-            out=self.block_table[:num_seqs, : width * ratio],
-        )
+        cells = self.block_table[:num_seqs, : block_table.shape[1] * self._parts.shape[0]]
+        expand_block_table(block_table, self.page_size, self.kernel_page_size, out=cells, parts=self._parts)
         self.seq_lens[:num_seqs].copy_(seq_lens)
         self.seq_lens[num_seqs:].zero_()
         if cu_seqlens_q is None:

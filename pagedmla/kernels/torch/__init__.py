@@ -11,5 +11,6 @@ launch.py      puts them together
 """
 
 from pagedmla.kernels.torch.launch import decode, workspace_size
+from pagedmla.kernels.torch.merge import merge_states
 
-__all__ = ["decode", "workspace_size"]
+__all__ = ["decode", "merge_states", "workspace_size"]

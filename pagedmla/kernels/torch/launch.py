@@ -9,7 +9,7 @@ from pagedmla.contract.problem import BatchBounds, DecodeProblem
 from pagedmla.contract.target import Target
 from pagedmla.kernels.policy import TorchDecodeConfig, torch_decode_config
 from pagedmla.kernels.torch.invariant import attend_invariant
-from pagedmla.kernels.torch.merge import merge_stacked
+from pagedmla.kernels.torch.merge import merge_states
 from pagedmla.kernels.torch.pages import PageReader, gathered_bytes_per_token
 from pagedmla.kernels.torch.queries import gather_queries, score_scale, value_scale
 from pagedmla.kernels.torch.scratch import ALIGNMENT, Scratch
@@ -103,7 +103,7 @@ def _attend_all(
 def _merge(states: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     if len(states) == 1:
         return states[0]
-    return merge_stacked(torch.stack([out for out, _ in states]), torch.stack([lse for _, lse in states]))
+    return merge_states(torch.stack([out for out, _ in states]), torch.stack([lse for _, lse in states]))
 
 
 def _write(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 
-def merge_stacked(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges states along the first dimension, in order.
 
     Args:

@@ -1,0 +1,1 @@
+"""Measuring: what machine this is, how long a step takes, and a file that says both."""

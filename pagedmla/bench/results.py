@@ -1,0 +1,33 @@
+"""One file a benchmark: the figures, the machine, the versions and the command that printed them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagedmla.bench.machine import machine_line, versions
+
+
+def write_result(path: Path, figures: dict[str, Any], device: torch.device | str = "cpu") -> None:
+    """Writes ``figures`` with what is needed to read them, as JSON.
+
+    Args:
+        path: the file; its folder is made.
+        figures: what was measured; every number's unit is in its key.
+        device: the device that the figures are of.
+    """
+    document = {
+        "date": date.today().isoformat(),
+        "machine": machine_line(device),
+        "versions": versions(),
+        "command": "python " + shlex.join(sys.argv),
+        **figures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
