@@ -59,7 +59,7 @@ def _attend_token(
     block, tile = config.invariant_kv_block, config.invariant_rows
     num_tiles = -(-args.num_heads // tile)
     queries = scratch.take((num_tiles, tile, args.head_dim_qk)).zero_()
-    row = torch.tensor([[token]], device=args.q.device)
+    row = torch.full((1, 1), token, device=args.q.device)  # made there: a copy from the host would wait
     queries.view(-1, args.head_dim_qk)[: args.num_heads] = gather_queries(args, row, scratch)[0]
     buffers = reader.buffers(scratch, block)
     products = scratch.take((1, tile, block))
