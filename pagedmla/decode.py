@@ -76,7 +76,7 @@ def decode(
     q_latent, q_pe = _split_query(q)
     _check_kinds(kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens)
     _check_kinds(optional=True, cu_seqlens_q=cu_seqlens_q, out=out, lse=lse, workspace=workspace)
-    _refuse_training(q_latent, q_pe, kv_cache)
+    _refuse_training(q=q_latent, q_pe=q_pe, kv_cache=kv_cache)
     given = (
         q_latent,
         q_pe,
@@ -118,13 +118,14 @@ def merge_states(
         lses: states of f32 [num_tokens, num_heads], or stacked; natural logarithm.
 
     Returns:
-        out of outs' dtype and lse.  (anything, -inf) is the identity, bit for bit; only such states give (0, -inf); a NaN
-        in a state that has keys stays visible.  States are merged in the order given.
+        out of outs' dtype and lse.  A state without keys, (anything, -inf), is the identity, bit for bit; only such states
+        give (0, -inf); a NaN in a state that has keys stays visible.  lse +inf, which some kernels write for an empty row,
+        counts as -inf.  States are merged in the order given.
 
     Raises:
         InvalidArgument: no states, numbers of states that differ, or wrong ranks, shapes, dtypes, devices.
     """
-    return torch.ops.pagedmla.merge_states(_stack("outs", outs), _stack("lses", lses))
+    return torch.ops.pagedmla.merge_states(_states("outs", outs, 4), _states("lses", lses, 3))
 
 
 def workspace_size(
@@ -138,8 +139,8 @@ def workspace_size(
     Raises:
         Unsupported: the problem is refused.
     """
-    name = choose_backend(problem, Target.detect(device), backend)
-    return kernels.load(name).workspace_size(problem, bounds)
+    target = Target.detect(device)
+    return kernels.load(choose_backend(problem, target, backend)).workspace_size(problem, bounds, target)
 
 
 def _split_query(q: Query) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -162,11 +163,12 @@ def _check_kinds(optional: bool = False, **tensors: object) -> None:
             raise InvalidArgument("type", name, "a tensor or None" if optional else "a tensor", _kind(value))
 
 
-def _refuse_training(*tensors: torch.Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise Unsupported(
-            "training", "q", "inference: no gradient is defined; use torch.no_grad()", "requires_grad=True"
-        )
+def _refuse_training(**tensors: torch.Tensor | None) -> None:
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                wanted = "inference: no gradient is defined; use torch.no_grad()"
+                raise Unsupported("training", name, wanted, "requires_grad=True")
 
 
 def _flag(name: str, value: object) -> bool:
@@ -196,20 +198,12 @@ def _kind(value: object) -> str:
     return f"{type(value).__name__}"
 
 
-def _stack(name: str, states: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+def _states(
+    name: str, states: torch.Tensor | Sequence[torch.Tensor], stacked_rank: int
+) -> list[torch.Tensor]:
     if isinstance(states, torch.Tensor):
-        return states
-    if not isinstance(states, (tuple, list)) or not states:
-        raise InvalidArgument(
-            "num_states", name, "a stacked tensor, or a sequence of at least one", _kind(states)
-        )
-    first = states[0]
-    for state in states:
-        if not isinstance(state, torch.Tensor):
-            raise InvalidArgument("type", name, "tensors", _kind(state))
-        if state.shape != first.shape or state.dtype != first.dtype or state.device != first.device:
-            wanted = f"states alike: {first.dtype} {list(first.shape)} on {first.device}"
-            raise InvalidArgument(
-                "shape", name, wanted, f"{state.dtype} {list(state.shape)} on {state.device}"
-            )
-    return torch.stack(list(states))
+        expect(states, name, (None,) * stacked_rank, (states.dtype,), None)
+        return list(states.unbind(0))
+    if not isinstance(states, (tuple, list)) or not all(isinstance(state, torch.Tensor) for state in states):
+        raise InvalidArgument("type", name, "a stacked tensor, or a sequence of tensors", _kind(states))
+    return list(states)

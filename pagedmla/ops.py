@@ -2,7 +2,7 @@
 
     decode(q, q_pe?, kv_cache, block_table, seq_lens, cu_seqlens_q?, softmax_scale, ...) -> (out, lse)
     decode_out(the same, out, lse) -> ()          writes into out and lse
-    merge_states(outs, lses) -> (out, lse)        stacked states
+    merge_states(outs, lses) -> (out, lse)        lists of states
 
 A scale is given as a float or as a tensor, never both; a schema has no unions, hence two arguments each.  The implementations
 take the schema's arguments by position, in its order.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pagedmla import kernels
-from pagedmla.contract.arguments import DecodeArguments, check_arguments, expect
+from pagedmla.contract.arguments import DecodeArguments, check_arguments, check_memory, expect
 from pagedmla.contract.errors import InvalidArgument
 from pagedmla.contract.problem import out_dtype_of
 from pagedmla.contract.support import check_backend_name, choose_backend
@@ -32,7 +32,7 @@ _DECODE_ARGUMENTS = (
 _library = torch.library.Library("pagedmla", "DEF")
 _library.define(f"decode({_DECODE_ARGUMENTS}) -> (Tensor, Tensor)")
 _library.define(f"decode_out({_DECODE_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()")
-_library.define("merge_states(Tensor outs, Tensor lses) -> (Tensor, Tensor)")
+_library.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
 
 
 def _arguments(
@@ -104,6 +104,7 @@ def _decode_out(*given: Any) -> None:
     *inputs, out, lse = given
     args, backend, validate = _arguments(*inputs)
     check_arguments(args, out, lse)
+    check_memory(args, out, lse)
     _run(args, backend, validate, out, lse)
 
 
@@ -121,28 +122,42 @@ def _decode_out_fake(*given: Any) -> None:
     check_arguments(args, out, lse)
 
 
-def check_states(outs: torch.Tensor, lses: torch.Tensor) -> None:
-    """Raises InvalidArgument unless outs is [states, num_tokens, num_heads, dv] and lses f32 of the same, without dv."""
-    floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    expect(outs, "outs", (None, None, None, None), floats, None)
-    shape = (outs.shape[0], outs.shape[1], outs.shape[2])
-    lse_dtypes = (torch.float64, torch.float32) if outs.dtype == torch.float64 else (torch.float32,)
-    expect(lses, "lses", shape, lse_dtypes, outs.device)
-    if outs.shape[0] == 0:
+def check_states(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> None:
+    """Raises InvalidArgument unless there are as many outs [num_tokens, num_heads, dv] as lses [num_tokens, num_heads], all
+    alike."""
+    if not outs:
         raise InvalidArgument("num_states", "outs", "at least one state", "none")
+    if len(lses) != len(outs):
+        raise InvalidArgument("num_states", "lses", f"{len(outs)} states, as outs", str(len(lses)))
+    first = outs[0]
+    expect(
+        first, "outs", (None, None, None), (torch.bfloat16, torch.float16, torch.float32, torch.float64), None
+    )
+    lse_dtype = (
+        torch.float64 if first.dtype == torch.float64 and lses[0].dtype == torch.float64 else torch.float32
+    )
+    for out, lse in zip(outs, lses, strict=True):
+        expect(out, "outs", (first.shape[0], first.shape[1], first.shape[2]), (first.dtype,), first.device)
+        expect(lse, "lses", (first.shape[0], first.shape[1]), (lse_dtype,), first.device)
 
 
-def _merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _merge_states(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     check_states(outs, lses)
-    accumulator = torch.float64 if outs.dtype == torch.float64 else torch.float32
-    # plain tensor arithmetic that every device has: there is nothing to choose
-    out, lse = kernels.load("torch").merge_states(outs.to(accumulator), lses.to(accumulator))
-    return out.to(outs.dtype), lse.to(lses.dtype)
+    accumulator = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
+    with torch.no_grad(), torch.autocast(outs[0].device.type, enabled=False):
+        # plain tensor arithmetic that every device has: there is no backend to choose
+        out, lse = kernels.load("torch").merge_states(
+            [out.to(accumulator) for out in outs], [lse.to(accumulator) for lse in lses]
+        )
+    return out.to(outs[0].dtype), lse.to(lses[0].dtype)
 
 
-def _merge_states_fake(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _merge_states_fake(
+    outs: list[torch.Tensor], lses: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     check_states(outs, lses)
-    return torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    shape = outs[0].shape
+    return outs[0].new_empty(shape), lses[0].new_empty(shape[:-1])
 
 
 for _name, _implementation, _fake in (

@@ -61,7 +61,7 @@ class DecodePlan:
         self.backend = choose_backend(problem, target, backend)
         self.metadata = DecodeMetadata(bounds, problem.page_size, csr=False, device=device)
         self.device = self.metadata.block_table.device
-        num_bytes = kernels.load(self.backend).workspace_size(problem, bounds)
+        num_bytes = kernels.load(self.backend).workspace_size(problem, bounds, target)
         self.workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._even_tokens = 0
 

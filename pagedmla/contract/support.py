@@ -186,7 +186,7 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(
         "q_dtype, kv_layout",
-        "the pairs listed below",
+        "q and cache of one dtype, or an fp8 cache (per-tensor scale) under q of another",
         tuple(
             {"q_dtype": dtype, "kv_layout": layout}
             for dtype in (

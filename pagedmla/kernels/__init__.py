@@ -6,6 +6,7 @@ A backend is a module with the functions of ``Backend``.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from typing import Protocol, cast
 
@@ -14,6 +15,7 @@ import torch
 from pagedmla.contract.arguments import DecodeArguments
 from pagedmla.contract.errors import InvalidArgument, Unsupported
 from pagedmla.contract.problem import BatchBounds, DecodeProblem
+from pagedmla.contract.target import Target
 
 MODULES: dict[str, str] = {"torch": "pagedmla.kernels.torch"}
 
@@ -26,11 +28,13 @@ class Backend(Protocol):
     ) -> None:
         """Writes every row of ``out`` and ``lse``."""
 
-    def workspace_size(self, problem: DecodeProblem, bounds: BatchBounds) -> int:
-        """Bytes of workspace that calls within ``bounds`` use."""
+    def workspace_size(self, problem: DecodeProblem, bounds: BatchBounds, target: Target) -> int:
+        """Bytes of workspace that calls within ``bounds`` use on ``target``."""
 
-    def merge_states(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merges stacked states along the first dimension."""
+    def merge_states(
+        self, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merges states, in the order given."""
 
 
 @cache

@@ -54,13 +54,13 @@ class TorchDecodeConfig:
         return max(1, min(block, longest))
 
 
-def torch_decode_config(problem: DecodeProblem, device_type: str) -> TorchDecodeConfig:
-    """The torch backend's tile sizes for ``problem`` on a device of this type."""
-    if device_type == "cpu":
+def torch_decode_config(problem: DecodeProblem, on_cpu: bool) -> TorchDecodeConfig:
+    """The torch backend's tile sizes for ``problem`` on a CPU, or on an accelerator."""
+    if on_cpu:
         return TorchDecodeConfig()
-    # an accelerator wants many times the work per launch; memory is not what it is short of
+    # an accelerator wants more work in a launch; this is about 200 MB of intermediates for 512 + 64
     return TorchDecodeConfig(
-        kv_tokens_per_pass=65536, max_rows_per_pass=65536, max_scores_per_pass=64 * 1024 * 1024
+        kv_tokens_per_pass=16384, max_rows_per_pass=16384, max_scores_per_pass=16 * 1024 * 1024
     )
 
 

@@ -162,6 +162,29 @@ def test_a_bad_argument_is_named_with_what_was_wanted_and_what_came(
     assert str(found.got) in str(found)
 
 
+def test_outputs_on_an_input_are_refused_and_beside_it_are_not() -> None:
+    buffer = torch.randn(2, HEADS, RANK + ROPE + RANK)
+    beside = good() | {"q": buffer[..., : RANK + ROPE], "out": buffer[..., RANK + ROPE :]}
+    expected = pagedmla.decode(**(good() | {"q": beside["q"].clone()}))[0]
+    assert torch.equal(pagedmla.decode(**beside)[0], expected)
+    pool = torch.zeros(5, PAGE, RANK + ROPE)
+    for changes in (
+        {"out": buffer[..., ROPE : ROPE + RANK], "q": buffer[..., : RANK + ROPE]},
+        {"out": pool.view(-1)[: 2 * HEADS * RANK].view(2, HEADS, RANK), "kv_cache": pool},
+        {"out": buffer[..., :RANK], "q": (buffer[..., :RANK], buffer[..., RANK : RANK + ROPE])},
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            pagedmla.decode(**(good() | changes))
+        assert (caught.value.code, caught.value.argument) == ("overlap", "out")
+    memory = torch.zeros(2 * HEADS * (RANK + 1))
+    both = {
+        "out": memory[: 2 * HEADS * RANK].view(2, HEADS, RANK),
+        "lse": memory[-2 * HEADS - 5 : -5].view(2, HEADS),
+    }
+    with pytest.raises(InvalidArgument):
+        pagedmla.decode(**(good() | both))
+
+
 def test_softmax_scale_has_no_default() -> None:
     given = good()
     del given["softmax_scale"]
@@ -209,7 +232,7 @@ def test_training_is_refused_and_inference_is_not() -> None:
     given = good() | {"q": good()["q"].requires_grad_()}
     with pytest.raises(Unsupported) as caught:
         pagedmla.decode(**given)
-    assert caught.value.code == "training"
+    assert (caught.value.code, caught.value.argument) == ("training", "q")
     with torch.no_grad():
         pagedmla.decode(**given)
     with torch.inference_mode():

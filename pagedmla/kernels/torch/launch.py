@@ -13,7 +13,7 @@ from pagedmla.kernels.torch.merge import merge_states
 from pagedmla.kernels.torch.pages import PageReader, gathered_bytes_per_token
 from pagedmla.kernels.torch.queries import gather_queries, score_scale, value_scale
 from pagedmla.kernels.torch.scratch import ALIGNMENT, Scratch
-from pagedmla.kernels.torch.streaming import HiddenNonFinite, Scores, attend
+from pagedmla.kernels.torch.streaming import Scores, attend
 from pagedmla.kernels.torch.work_items import ItemGroup, Passes, device_passes, host_passes
 
 
@@ -33,25 +33,21 @@ def decode(args: DecodeArguments, problem: DecodeProblem, out: torch.Tensor, lse
         or args.block_table.shape[1] == 0
     ):
         return
-    config = torch_decode_config(problem, args.q.device.type)
+    config = torch_decode_config(problem, on_cpu=args.q.device.type == "cpu")
     with torch.no_grad(), torch.autocast(args.q.device.type, enabled=False):
         if args.batch_invariant:
             attend_invariant(args, config, out, lse)
             return
-        try:
-            _run(args, config, out, lse, tokens_per_item=None)
-        except HiddenNonFinite:
-            # rows that do not see the offending key must not read it: one query token an item, whose range ends in time
-            _run(args, config, out, lse, tokens_per_item=1)
+        _run(args, config, out, lse)
 
 
-def workspace_size(problem: DecodeProblem, bounds: BatchBounds) -> int:
+def workspace_size(problem: DecodeProblem, bounds: BatchBounds, target: Target) -> int:
     """Bytes that hold the large intermediates of one pass.
 
-    A pass is bounded by the config, not by the batch, so this depends on the problem alone.  Index vectors and the rows that
-    are written out come from torch's allocator all the same.
+    A pass is bounded by the config, not by the batch, so this depends on the problem and the target alone.  Index vectors
+    and the rows that are written out come from torch's allocator all the same.
     """
-    config = TorchDecodeConfig()
+    config = torch_decode_config(problem, on_cpu=target.vendor == "cpu")
     rows_per_item = _tile(problem.num_heads, config) * problem.num_heads
     rows = max(config.max_rows_per_pass, rows_per_item)
     scores = max(config.max_scores_per_pass, rows_per_item * config.min_kv_block)
@@ -66,15 +62,9 @@ def _tile(num_heads: int, config: TorchDecodeConfig) -> int:
     return 1 << (limit - 1).bit_length()
 
 
-def _run(
-    args: DecodeArguments,
-    config: TorchDecodeConfig,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    tokens_per_item: int | None,
-) -> None:
+def _run(args: DecodeArguments, config: TorchDecodeConfig, out: torch.Tensor, lse: torch.Tensor) -> None:
     if args.q.device.type == "cpu":
-        all_passes = host_passes(args, config, tokens_per_item)
+        all_passes = host_passes(args, config)
     else:
         all_passes = device_passes(args, config, Target.detect(args.q.device).compute_units)
     reader = PageReader(args)
@@ -89,6 +79,8 @@ def _attend_all(
     """Attends to all key ranges of the same units: out f32 [units, rows, dv], lse f32 [units, rows]."""
     merged: list[tuple[torch.Tensor, torch.Tensor]] = []
     for group in passes:
+        # the next pass reuses the memory that the state so far lies in
+        merged = [(state_out.clone(), state_lse) for state_out, state_lse in merged]
         scratch.reset()
         queries = gather_queries(args, group.tokens, scratch).repeat(group.splits, 1, 1)
         outs, lses = attend(group, Scores(queries, score_scale(args), args.kv_lora_rank), reader, scratch)
@@ -103,7 +95,7 @@ def _attend_all(
 def _merge(states: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     if len(states) == 1:
         return states[0]
-    return merge_states(torch.stack([out for out, _ in states]), torch.stack([lse for _, lse in states]))
+    return merge_states([out for out, _ in states], [lse for _, lse in states])
 
 
 def _write(

@@ -16,10 +16,6 @@ from pagedmla.kernels.torch.work_items import ItemGroup
 _LOWEST = torch.finfo(torch.float32).min
 
 
-class HiddenNonFinite(Exception):
-    """A key that some rows of an item see and others do not is NaN or Inf, and would leak through 0 * NaN."""
-
-
 @dataclass
 class SoftmaxState:
     """Running state of an online softmax.
@@ -90,9 +86,6 @@ def attend(
 
     Returns:
         out f32 [items, tokens * heads, kv_lora_rank] and lse f32 [items, tokens * heads].
-
-    Raises:
-        HiddenNonFinite: the group must be cut into items of one query token each.
     """
     num_items, num_rows, _ = scores.queries.shape
     block = group.kv_block
@@ -110,10 +103,24 @@ def attend(
         products = score_memory[: active * num_rows * length].view(active, num_rows, length)
         torch.bmm(rows, keys.transpose(1, 2), out=products)
         products.mul_(scores.scale)
+        values = keys[..., : scores.value_width]
         if group.hides_keys(active, first + length):
             hidden = positions[:, None, None, :] >= group.visible[:active, :, None, None]
-            if group.rows_differ and group.on_host and not bool(torch.isfinite(keys.sum())):
-                raise HiddenNonFinite
+            if group.rows_differ:
+                values = _silence_non_finite(products, values)
             products.view(active, group.visible.shape[1], -1, length).masked_fill_(hidden, -torch.inf)
-        state.narrow(active).update(products, keys[..., : scores.value_width])
+        state.narrow(active).update(products, values)
     return state.finish()
+
+
+def _silence_non_finite(scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Keeps a NaN or Inf value from the rows that do not see its key, whose weight for it is 0: 0 * NaN is NaN.
+
+    The value becomes 0 and its key's scores NaN, which masking then takes from the rows that do not see it; those that do
+    become NaN, as they must.  Neither changes a bit of any other number, so what is done here may depend on the values.
+    """
+    if bool(torch.isfinite(values.sum())):
+        return values
+    spoilt = ~torch.isfinite(values).all(-1)
+    scores.masked_fill_(spoilt[:, None, :], torch.nan)
+    return torch.where(spoilt[..., None], 0.0, values)

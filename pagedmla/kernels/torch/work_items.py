@@ -71,18 +71,14 @@ Passes = tuple[ItemGroup, ...]
 """Groups over the same units whose key ranges together are the units' keys: their states are merged."""
 
 
-def host_passes(
-    args: DecodeArguments, config: TorchDecodeConfig, tokens_per_item: int | None = None
-) -> Iterator[Passes]:
+def host_passes(args: DecodeArguments, config: TorchDecodeConfig) -> Iterator[Passes]:
     """The groups of a call whose lengths are in host memory.
 
     Args:
         args: the call; its lengths are read.
         config: tile sizes.
-        tokens_per_item: most query tokens of an item; left out: as many as the config allows.
     """
-    tile_limit = tokens_per_item or config.query_tokens_per_item(args.num_heads)
-    units = _host_units(args, tile_limit)
+    units = _host_units(args, config.query_tokens_per_item(args.num_heads))
     longest = max((unit.keys for unit in units), default=0)
     splits = args.num_kv_splits or split_count(len(units), longest, torch.get_num_threads())
     # splits beyond the last key would be empty, and an empty split adds nothing

@@ -1,0 +1,1 @@
+"""Checks of a decode kernel against the contract: cases, poisoned inputs, derived bounds, a runner."""
