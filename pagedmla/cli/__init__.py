@@ -1,0 +1,4 @@
+"""The ``pagedmla`` command: generate, info, check.
+
+Needs the ``cli`` extra; ``generate`` needs ``transformers`` too.
+"""

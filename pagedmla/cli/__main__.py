@@ -1,0 +1,6 @@
+"""``python -m pagedmla.cli``."""
+
+from pagedmla.cli.entry import run
+
+if __name__ == "__main__":
+    run()

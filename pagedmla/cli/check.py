@@ -1,0 +1,183 @@
+"""``pagedmla check``: every accepted configuration of this machine, against the fp64 oracle."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pagedmla.cli.console import EXIT_FAILED, fail, usable_device, user_errors
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagedmla.conformance.cases import Case
+    from pagedmla.conformance.runner import CaseResult
+
+Job = tuple[str, "Case"]
+"""(backend, case)."""
+
+
+def check(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; left out: cuda if there is one.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Check this backend only; left out: every one that is built.")
+    ] = None,
+    name_filter: Annotated[
+        str, typer.Option("--filter", "-k", metavar="TEXT", help="Only cases whose name contains TEXT.")
+    ] = "",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most this many cases, spread evenly over the list.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Run every accepted configuration of this machine against the oracle; exit 1 if any fails."""
+    with user_errors():
+        chosen_device = usable_device(device)
+        jobs = select_jobs(chosen_device, backend, name_filter, limit)
+        if not jobs:
+            fail(f"no case is selected (filter {name_filter!r}, device {chosen_device}): nothing was checked")
+        began = time.perf_counter()
+        runner = _run_quietly if as_json else _run_with_progress
+        results = runner(jobs, chosen_device)
+        seconds = time.perf_counter() - began
+    failed = [(name, result) for name, result in results if not result.passed]
+    if as_json:
+        typer.echo(json.dumps(_document(chosen_device, results, seconds), indent=2, allow_nan=False))
+    else:
+        _print_summary(results, failed, seconds)
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def select_jobs(device: torch.device, backend: str | None, name_filter: str, limit: int | None) -> list[Job]:
+    """The cases to run on ``device``, each with the backend to run it.
+
+    Raises:
+        InvalidArgument: no backend is called ``backend``.
+    """
+    from pagedmla.conformance.cases import cases_for
+    from pagedmla.contract.support import BACKENDS, check_backend_name
+    from pagedmla.contract.target import Target
+
+    check_backend_name(backend)
+    target = Target.detect(device)
+    names = list(BACKENDS) if backend is None else [backend]
+    jobs = [(name, case) for name in names for case in cases_for(target, name) if name_filter in case.name]
+    if limit is None or len(jobs) <= limit:
+        return jobs
+    return [jobs[index * len(jobs) // limit] for index in range(limit)]
+
+
+def _run_quietly(
+    jobs: list[Job], device: torch.device, report: Callable[[str, CaseResult], None] | None = None
+) -> list[tuple[str, CaseResult]]:
+    from pagedmla.conformance.runner import run_case
+
+    results = []
+    for backend, case in jobs:
+        result = run_case(case, device, backend)
+        results.append((backend, result))
+        if report is not None:
+            report(backend, result)
+    return results
+
+
+def _run_with_progress(jobs: list[Job], device: torch.device) -> list[tuple[str, CaseResult]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from pagedmla.bench.machine import machine_line
+    from pagedmla.cli.devices import device_line
+
+    console = Console(highlight=False)
+    console.print(
+        f"{machine_line()}\nchecking {len(jobs)} configurations on {device_line(device)}", markup=False
+    )
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(jobs))
+
+        def report(backend: str, result: CaseResult) -> None:
+            progress.update(task, advance=1, description=f"{backend} {result.case.name}")
+            if not result.passed:
+                console.print(f"FAILED {backend} {result.case.name}: {result.detail}", markup=False)
+
+        return _run_quietly(jobs, device, report)
+
+
+def _worst(results: list[tuple[str, CaseResult]]) -> tuple[str, CaseResult]:
+    return max(results, key=lambda item: _worse_when_nan(item[1].out_bound_ratio))
+
+
+def _worse_when_nan(error: float) -> float:
+    """NaN compares false with everything, and no error is worse."""
+    return math.inf if math.isnan(error) else error
+
+
+def _print_summary(
+    results: list[tuple[str, CaseResult]], failed: list[tuple[str, CaseResult]], seconds: float
+) -> None:
+    backend, worst = _worst(results)
+    lse = max(_worse_when_nan(result.lse_error) for _, result in results)
+    typer.echo(
+        f"worst error: out {_worse_when_nan(worst.out_bound_ratio):.3f} of its bound, lse {lse:.1e}"
+        f" ({backend} {worst.case.name})"
+    )
+    for name, result in failed:
+        typer.echo(f"FAILED {name} {result.case.name}: {result.detail}")
+    typer.echo(f"{len(results) - len(failed)} passed, {len(failed)} failed in {seconds:.1f} s")
+
+
+def _document(device: torch.device, results: list[tuple[str, CaseResult]], seconds: float) -> dict[str, Any]:
+    from pagedmla.bench.machine import machine_line, versions
+    from pagedmla.cli.devices import device_line
+
+    backend, worst = _worst(results)
+    passed = sum(result.passed for _, result in results)
+    return {
+        "machine": machine_line(),
+        "versions": versions(),
+        "device": str(device),
+        "target": device_line(device),
+        "seconds": round(seconds, 3),
+        "selected": len(results),
+        "passed": passed,
+        "failed": len(results) - passed,
+        "worst": {
+            "backend": backend,
+            "case": worst.case.name,
+            "out_bound_ratio": _number(worst.out_bound_ratio),
+        },
+        "cases": [_case_fields(name, result) for name, result in results],
+    }
+
+
+def _case_fields(backend: str, result: CaseResult) -> dict[str, Any]:
+    return {
+        "backend": backend,
+        "name": result.case.name,
+        "passed": result.passed,
+        "out_error": _number(result.out_error),
+        "out_bound_ratio": _number(result.out_bound_ratio),
+        "lse_error": _number(result.lse_error),
+        "detail": result.detail,
+    }
+
+
+def _number(value: float) -> float | str:
+    """``value`` itself, or its name where JSON has no number for it."""
+    return value if math.isfinite(value) else str(value)
