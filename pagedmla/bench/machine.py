@@ -9,12 +9,15 @@ from pathlib import Path
 
 import torch
 
-_PACKAGES = ("pagedmla", "torch", "transformers", "safetensors", "triton", "vllm")
+import pagedmla
+
+_PACKAGES = ("torch", "transformers", "safetensors", "triton", "vllm")
 
 
 def versions() -> dict[str, str | None]:
     """Version of Python and of each package that matters here; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    # the package's own word: it may run from a checkout that nobody installed
+    found: dict[str, str | None] = {"python": platform.python_version(), "pagedmla": pagedmla.__version__}
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)

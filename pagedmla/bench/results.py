@@ -26,8 +26,16 @@ def write_result(path: Path, figures: dict[str, Any], device: torch.device | str
         "date": date.today().isoformat(),
         "machine": machine_line(device),
         "versions": versions(),
-        "command": "python " + shlex.join(sys.argv),
+        "command": "python " + shlex.join(_without_destination(sys.argv)),
         **figures,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _without_destination(arguments: list[str]) -> list[str]:
+    # where the file went says nothing about the figures, and is somebody's own folder
+    if "--json" not in arguments:
+        return arguments
+    at = arguments.index("--json")
+    return arguments[:at] + arguments[at + 2 :]

@@ -182,18 +182,18 @@ def test_out_with_heads_first() -> None:
 @pytest.mark.parametrize(
     ("change", "argument"),
     [
-        ({"out": torch.empty(7, 5, 32)}, "out"),
-        ({"out": torch.empty(7, 5, 32, dtype=torch.bfloat16, device="meta")}, "out"),
-        ({"out": torch.empty(1, 5, 32, dtype=torch.bfloat16).expand(7, -1, -1)}, "out"),
-        ({"lse": torch.empty(7, 5, dtype=torch.bfloat16)}, "lse"),
-        ({"lse": torch.empty(7, 1).expand(-1, 5)}, "lse"),
-        ({"lse": torch.empty(5, 7)}, "lse"),
+        ({"out": torch.zeros(7, 5, 32)}, "out"),
+        ({"out": torch.zeros(7, 5, 32, dtype=torch.bfloat16, device="meta")}, "out"),
+        ({"out": torch.zeros(1, 5, 32, dtype=torch.bfloat16).expand(7, -1, -1)}, "out"),
+        ({"lse": torch.zeros(7, 5, dtype=torch.bfloat16)}, "lse"),
+        ({"lse": torch.zeros(7, 1).expand(-1, 5)}, "lse"),
+        ({"lse": torch.zeros(5, 7)}, "lse"),
         ({"seq_lens": torch.ones(4, dtype=torch.int64)}, "seq_lens"),
         ({"block_table": torch.zeros(4, 9, dtype=torch.int64)}, "block_table"),
         ({"kv_cache": [1, 2]}, "kv_cache"),
         ({"q": None}, "q"),
     ],
-    ids=str,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "argument",
 )
 def test_wrong_dtypes_devices_and_overlaps_are_refused(change: dict[str, Any], argument: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
