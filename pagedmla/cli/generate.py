@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pagedmla.cli.generation import Request, Run
     from pagedmla.cli.model_directory import LoadedModel
 
-_DEFAULT_PROMPT = "And it came to pass, "
+_DEFAULT_PROMPT = "The two sisters walked to the village after breakfast, and"
 
 
 class DType(str, Enum):
@@ -33,7 +33,7 @@ def generate(
         Path | None,
         typer.Option(metavar="DIR", help="Directory of an MLA model.  [default: the package's own]"),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Most new tokens.")] = 200,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Most new tokens.")] = 131,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...  [default: cuda if there is one]")
     ] = None,
