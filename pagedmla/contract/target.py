@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -46,8 +47,7 @@ class Target:
                 "device", "device", "a torch device, such as cpu or cuda:0", f"{device!r} ({error})"
             ) from error
         if device.type == "cpu":
-            machine = platform.machine()
-            return cls("cpu", machine, torch.get_num_threads(), 0, platform.processor() or machine)
+            return _detect_cpu(torch.get_num_threads())
         if device.type == "cuda":
             return cls._detect_cuda(device)
         return cls(device.type, device.type, 1, 0, device.type)
@@ -77,3 +77,9 @@ class Target:
 
 # (bytes/s of reading permuted pages into shared memory, bf16 matmul FLOP/s on random data), measured on one card each
 _MEASURED_RATES: dict[str, tuple[float, float]] = {"NVIDIA H200": (4.61e12, 795e12)}
+
+
+@cache
+def _detect_cpu(num_threads: int) -> Target:
+    machine = platform.machine()
+    return Target("cpu", machine, num_threads, 0, platform.processor() or machine)

@@ -14,44 +14,54 @@ class TorchDecodeConfig:
     """Tile sizes of the torch backend.
 
     Attributes:
-        kv_tokens_per_pass: tokens of all work items that are copied out of their pages at once.  2,048 tokens of 576
-            float32 numbers are 4.5 MiB: they stay in a core's outer cache between the two products, and one pass is long
-            enough for a matrix product to use every core.  GPUs want more work in a launch.
-        max_kv_block: most tokens of one item in a pass; beyond 1,024 the score matrix outgrows the caches.
+        kv_tokens_per_pass: tokens of all work items that are copied out of their pages at once.  4,096 tokens of 576
+            float32 numbers are 9 MiB.  Half of that would fit a core's outer cache better, and was slower: with few rows
+            the fixed cost of some ten torch operations a block is more than what the cache saves.
+        max_kv_block: most tokens of one item in a block; longer sequences stream.
         min_kv_block: fewest; below 64 the fixed cost of a torch operation is most of the time.
-        max_rows_per_pass: query rows (tokens x heads x splits) whose accumulators are held at once: 8,192 x 512 float32
-            numbers are 16 MiB.
+        max_rows_per_pass: query rows (tokens x heads x splits x blocks not yet united) whose accumulators are held at once:
+            8,192 x 512 float32 numbers are 16 MiB.
         max_scores_per_pass: numbers of the score matrix, 16 MiB of float32.
         max_rows_per_item: rows of one work item; longer queries are cut, and read the keys again for each cut.
         invariant_kv_block: tokens of a step in batch-invariant mode, whatever the batch.
         invariant_rows: rows of a matrix product in batch-invariant mode, whatever the batch: missing ones are zeros.
+        invariant_blocks_united: blocks whose states are united at a time in batch-invariant mode, counted from the
+            sequence's start.
     """
 
-    kv_tokens_per_pass: int = 2048
-    max_kv_block: int = 1024
+    kv_tokens_per_pass: int = 4096
+    max_kv_block: int = 4096
     min_kv_block: int = 64
     max_rows_per_pass: int = 8192
     max_scores_per_pass: int = 4 * 1024 * 1024
     max_rows_per_item: int = 2048
     invariant_kv_block: int = 256
     invariant_rows: int = _ROWS_OF_A_TILE
+    invariant_blocks_united: int = 8
 
     def query_tokens_per_item(self, num_heads: int) -> int:
         """Query tokens of one work item, at least one however many heads there are."""
         return max(1, self.max_rows_per_item // num_heads)
 
-    def items_per_pass(self, rows_per_item: int) -> int:
-        """Work items whose accumulators and least score matrix fit a pass, at least one."""
-        by_tokens = self.kv_tokens_per_pass // self.min_kv_block
-        by_scores = self.max_scores_per_pass // (rows_per_item * self.min_kv_block)
-        return max(1, min(by_tokens, by_scores, self.max_rows_per_pass // rows_per_item))
+    def items_per_pass(self, rows_per_item: int, longest: int) -> int:
+        """Work items of up to ``longest`` tokens that fit a pass, at least one."""
+        shortest_block = max(self.min_kv_block, min(longest, self.max_kv_block))
+        by_tokens = self.kv_tokens_per_pass // shortest_block
+        by_scores = self.max_scores_per_pass // (rows_per_item * shortest_block)
+        # two blocks' accumulators at least: what came before, and the block at hand
+        by_rows = self.max_rows_per_pass // (2 * rows_per_item)
+        return max(1, min(by_tokens, by_scores, by_rows))
 
-    def kv_block(self, num_items: int, rows_per_item: int, longest: int) -> int:
-        """Tokens of each item in one step of a pass whose longest item has ``longest`` tokens."""
+    def kv_blocks(self, num_items: int, rows_per_item: int, longest: int) -> tuple[int, int]:
+        """(tokens of each item in one block, number of blocks) of a pass whose longest item has ``longest`` tokens.
+
+        Blocks are evened out, so that the last one is hardly ever shorter than the others.
+        """
         by_tokens = self.kv_tokens_per_pass // num_items
         by_scores = self.max_scores_per_pass // (num_items * rows_per_item)
-        block = min(self.max_kv_block, max(self.min_kv_block, min(by_tokens, by_scores)))
-        return max(1, min(block, longest))
+        most = min(self.max_kv_block, max(self.min_kv_block, min(by_tokens, by_scores)))
+        num_blocks = max(1, -(-longest // most))
+        return max(1, -(-longest // num_blocks)), num_blocks
 
 
 def torch_decode_config(problem: DecodeProblem, on_cpu: bool) -> TorchDecodeConfig:

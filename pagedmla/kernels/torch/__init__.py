@@ -6,7 +6,7 @@ pages.py       the only code that reads the cache
 streaming.py   one pass: keys block by block through an online softmax
 invariant.py   the same in fixed shapes, so that a row's bits depend on that row alone
 merge.py       the union of softmax states over disjoint keys
-scratch.py     intermediates, from the caller's workspace or from torch
+scratch.py     intermediates, from the caller's workspace, or kept for the thread
 launch.py      puts them together
 """
 

@@ -7,9 +7,27 @@ of another sequence.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 from pagedmla.contract.arguments import DecodeArguments
+
+
+def host_key_counts(args: DecodeArguments) -> list[int]:
+    """``key_counts`` for lengths that are in host memory, as numbers."""
+    num_pages, page_size, _ = args.kv_cache.shape
+    capacity = args.block_table.shape[1] * page_size if num_pages else 0
+    return [min(max(length, 0), capacity) for length in args.seq_lens.tolist()]
+
+
+def host_query_starts(args: DecodeArguments) -> list[int]:
+    """``query_starts`` for values that are in host memory, as numbers."""
+    if args.cu_seqlens_q is None:
+        q_len = args.even_q_len or 0
+        return [number * q_len for number in range(args.num_seqs + 1)]
+    bounded = (min(max(start, 0), args.num_tokens) for start in args.cu_seqlens_q.tolist())
+    return list(accumulate(bounded, max))
 
 
 def key_counts(args: DecodeArguments) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch
 from pagedmla.contract.arguments import DecodeArguments
 from pagedmla.kernels.policy import TorchDecodeConfig
 from pagedmla.kernels.torch.pages import PageReader
-from pagedmla.kernels.torch.queries import gather_queries, score_scale, value_scale
+from pagedmla.kernels.torch.queries import score_scale, value_scale
 from pagedmla.kernels.torch.scratch import Scratch
-from pagedmla.kernels.torch.streaming import SoftmaxState
+from pagedmla.kernels.torch.softmax_states import SoftmaxStates
 from pagedmla.kernels.torch.work_items import token_owners
 
 
@@ -59,25 +59,31 @@ def _attend_token(
     block, tile = config.invariant_kv_block, config.invariant_rows
     num_tiles = -(-args.num_heads // tile)
     queries = scratch.take((num_tiles, tile, args.head_dim_qk)).zero_()
-    row = torch.full((1, 1), token, device=args.q.device)  # made there: a copy from the host would wait
-    queries.view(-1, args.head_dim_qk)[: args.num_heads] = gather_queries(args, row, scratch)[0]
+    rows = queries.view(-1, args.head_dim_qk)[: args.num_heads]
+    width = args.q.shape[2]
+    rows[:, :width].copy_(args.q[token])
+    if args.q_pe is not None:
+        rows[:, width:].copy_(args.q_pe[token])
+    rows.mul_(score_scale(args))
     buffers = reader.buffers(scratch, block)
     products = scratch.take((1, tile, block))
-    weighted = scratch.take((num_tiles, 1, tile, args.kv_lora_rank))
-    states = [SoftmaxState.empty(weighted[number]) for number in range(num_tiles)]
-    scale = score_scale(args)
+    places = min(num_blocks, config.invariant_blocks_united)
+    states = [
+        SoftmaxStates(places, 1, tile, args.kv_lora_rank, scratch, args.q.device) for _ in range(num_tiles)
+    ]
     offsets = torch.arange(block, device=args.q.device)[None]
     for number in range(num_blocks):
         positions = offsets + number * block
-        live = positions < visible[:, None]
-        keys = reader.read(sequence, positions, live, buffers)
-        for rows, state in zip(queries, states, strict=True):
-            torch.bmm(rows[None], keys.transpose(1, 2), out=products)
-            products.mul_(scale).masked_fill_(~live[:, None], -torch.inf)
-            state.update(products, keys[..., : args.kv_lora_rank])
+        dead = positions >= visible[:, None]
+        keys = reader.read(reader.locate(sequence[:, None], positions), buffers).masked_fill_(
+            dead[..., None], 0.0
+        )
+        values = keys[..., : args.kv_lora_rank]
+        for tile_rows, state in zip(queries, states, strict=True):
+            torch.bmm(tile_rows[None], keys.transpose(1, 2), out=products)
+            state.take_in(products.masked_fill_(dead[:, None], -torch.inf), values)
     finished = [state.finish() for state in states]
     out = torch.cat([state_out[0] for state_out, _ in finished])[: args.num_heads]
+    lse = torch.cat([state_lse[0] for _, state_lse in finished])[: args.num_heads]
     factor = value_scale(args)
-    return out if factor is None else out * factor, torch.cat([state_lse[0] for _, state_lse in finished])[
-        : args.num_heads
-    ]
+    return (out if factor is None else out * factor), lse

@@ -9,12 +9,13 @@ from pagedmla.contract.problem import BatchBounds, DecodeProblem
 from pagedmla.contract.target import Target
 from pagedmla.kernels.policy import TorchDecodeConfig, torch_decode_config
 from pagedmla.kernels.torch.invariant import attend_invariant
+from pagedmla.kernels.torch.item_group import ItemGroup, Passes
 from pagedmla.kernels.torch.merge import merge_states
 from pagedmla.kernels.torch.pages import PageReader, gathered_bytes_per_token
-from pagedmla.kernels.torch.queries import gather_queries, score_scale, value_scale
+from pagedmla.kernels.torch.queries import gather_queries, value_scale
 from pagedmla.kernels.torch.scratch import ALIGNMENT, Scratch
-from pagedmla.kernels.torch.streaming import Scores, attend
-from pagedmla.kernels.torch.work_items import ItemGroup, Passes, device_passes, host_passes
+from pagedmla.kernels.torch.streaming import attend
+from pagedmla.kernels.torch.work_items import device_passes, host_passes
 
 
 def decode(args: DecodeArguments, problem: DecodeProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -49,7 +50,8 @@ def workspace_size(problem: DecodeProblem, bounds: BatchBounds, target: Target) 
     """
     config = torch_decode_config(problem, on_cpu=target.vendor == "cpu")
     rows_per_item = _tile(problem.num_heads, config) * problem.num_heads
-    rows = max(config.max_rows_per_pass, rows_per_item)
+    # the accumulators of at least two blocks
+    rows = max(config.max_rows_per_pass, 2 * rows_per_item)
     scores = max(config.max_scores_per_pass, rows_per_item * config.min_kv_block)
     tokens = config.kv_tokens_per_pass
     per_token = gathered_bytes_per_token(problem.head_dim_qk, problem.layout.dtype)
@@ -70,11 +72,11 @@ def _run(args: DecodeArguments, config: TorchDecodeConfig, out: torch.Tensor, ls
     reader = PageReader(args)
     scratch = Scratch(args.workspace, args.q.device)
     for passes in all_passes:
-        _write(passes[0], *_attend_all(passes, args, reader, scratch), args, out, lse)
+        _write(passes[0], *_attend_all(passes, args, config, reader, scratch), args, out, lse)
 
 
 def _attend_all(
-    passes: Passes, args: DecodeArguments, reader: PageReader, scratch: Scratch
+    passes: Passes, args: DecodeArguments, config: TorchDecodeConfig, reader: PageReader, scratch: Scratch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends to all key ranges of the same units: out f32 [units, rows, dv], lse f32 [units, rows]."""
     merged: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -82,8 +84,8 @@ def _attend_all(
         # the next pass reuses the memory that the state so far lies in
         merged = [(state_out.clone(), state_lse) for state_out, state_lse in merged]
         scratch.reset()
-        queries = gather_queries(args, group.tokens, scratch).repeat(group.splits, 1, 1)
-        outs, lses = attend(group, Scores(queries, score_scale(args), args.kv_lora_rank), reader, scratch)
+        queries = gather_queries(args, group, scratch)
+        outs, lses = attend(group, queries, args.kv_lora_rank, config.max_rows_per_pass, reader, scratch)
         outs = outs.unflatten(0, (group.splits, group.tokens.shape[0]))
         lses = lses.unflatten(0, (group.splits, group.tokens.shape[0]))
         # what earlier passes over the same units left behind comes first: states are merged in the order of their keys
@@ -109,12 +111,16 @@ def _write(
     factor = value_scale(args)
     if factor is not None:
         group_out.mul_(factor)
+    num_rows = group.tokens.numel()
+    rows_out = group_out.view(num_rows, args.num_heads, args.kv_lora_rank)
+    rows_lse = group_lse.view(num_rows, args.num_heads)
+    if group.consecutive is not None:
+        out[group.consecutive].copy_(rows_out)
+        lse[group.consecutive].copy_(rows_lse)
+        return
     tokens = group.tokens.flatten()
-    rows_out = group_out.view(tokens.shape[0], args.num_heads, args.kv_lora_rank)
-    rows_lse = group_lse.view(tokens.shape[0], args.num_heads)
-    if group.on_host:
-        # a device's groups have no empty places, and asking for them would wait for it
+    if group.has_empty_places:
         real = tokens >= 0
         tokens, rows_out, rows_lse = tokens[real], rows_out[real], rows_lse[real]
-    out[tokens] = rows_out.to(out.dtype)
-    lse[tokens] = rows_lse
+    out.index_copy_(0, tokens, rows_out.to(out.dtype))
+    lse.index_copy_(0, tokens, rows_lse)

@@ -30,11 +30,6 @@ class PageReader:
                 (self._num_pages * self._page_size, self._width), (cache.stride(1), cache.stride(2))
             )
 
-    @property
-    def width(self) -> int:
-        """Numbers of a token."""
-        return self._width
-
     def buffers(self, scratch: Scratch, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for blocks of up to ``num_tokens`` tokens: as stored, and as float32 (the same one for float32 caches)."""
         as_stored = scratch.take((num_tokens, self._width), self._cache.dtype)
@@ -42,42 +37,64 @@ class PageReader:
             return as_stored, as_stored
         return as_stored, scratch.take((num_tokens, self._width))
 
-    def read(
-        self,
-        sequences: torch.Tensor,
-        positions: torch.Tensor,
-        live: torch.Tensor | None,
-        buffers: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
+    def view(self, sequence: int, first: int, end: int) -> torch.Tensor | None:
+        """The tokens ``first`` .. ``end`` - 1 of a sequence where they lie, if they lie one after another as float32.
+
+        Reads the block table on the host.
+
+        Returns:
+            f32 [1, end - first, width], not to be written to; None if the tokens must be copied.
+        """
+        if self._rows is None or self._dtype != torch.float32:
+            return None
+        first_column = first // self._page_size
+        pages = self._block_table[sequence, first_column : -(-end // self._page_size)].tolist()
+        if (
+            pages != list(range(pages[0], pages[0] + len(pages)))
+            or pages[0] < 0
+            or pages[-1] >= self._num_pages
+        ):
+            return None
+        slot = (pages[0] - first_column) * self._page_size + first
+        return self._rows[slot : slot + end - first].unsqueeze(0)
+
+    def locate(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Slots of tokens, ``page * page_size + offset``, always inside the pool.
+
+        Args:
+            sequences: i64, rows of the block table, broadcast against ``positions``.
+            positions: i64, token positions within the sequence, >= 0.
+
+        Returns:
+            i64 of positions' shape.  A position past what the table says of the sequence, or a page id that is none, gets
+            some slot of the pool: what is read there must be thrown away.
+        """
+        columns = (positions // self._page_size).clamp_(max=self._block_table.shape[1] - 1)
+        pages = self._block_table[sequences, columns].to(torch.int64).clamp_(0, self._num_pages - 1)
+        return (
+            pages if self._page_size == 1 else pages.mul_(self._page_size).add_(positions % self._page_size)
+        )
+
+    def read(self, slots: torch.Tensor, buffers: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Copies tokens out of their pages.
 
         Args:
-            sequences: i64 [items], rows of the block table.
-            positions: i64 [items, n], token positions within the sequence, >= 0.
-            live: bool [items, n], which positions the item owns; None: all.
+            slots: i64 [items, n], contiguous, of ``locate``.
             buffers: of ``buffers()``, for at least items * n tokens.
 
         Returns:
-            f32 [items, n, width], zeros where not live: neither a NaN in memory that nobody owns nor a page id past a
-            sequence's end reaches the products.
+            f32 [items, n, width].
         """
-        num_items, length = positions.shape
-        columns = (positions // self._page_size).clamp_(max=self._block_table.shape[1] - 1)
-        pages = self._block_table[sequences[:, None], columns].to(torch.int64)
-        if live is not None:
-            pages = torch.where(live, pages, 0)
-        pages.clamp_(0, self._num_pages - 1)
-        count = num_items * length
+        count = slots.numel()
         stored, wide = buffers[0][:count], buffers[1][:count]
+        flat = slots.view(-1)
         if self._rows is not None:
-            slots = pages.mul_(self._page_size).add_(positions % self._page_size)
-            torch.index_select(self._rows, 0, slots.view(-1), out=stored)
+            torch.index_select(self._rows, 0, flat, out=stored)
         else:
-            stored.copy_(self._cache[pages, positions % self._page_size].view(count, self._width))
+            stored.copy_(self._cache[flat // self._page_size, flat % self._page_size])
         if self._dtype != torch.float32:
             wide.copy_(stored.view(self._dtype))
-        block = wide.view(num_items, length, self._width)
-        return block if live is None else block.masked_fill_(~live[..., None], 0.0)
+        return wide.view(*slots.shape, self._width)
 
 
 def gathered_bytes_per_token(width: int, dtype: torch.dtype) -> int:

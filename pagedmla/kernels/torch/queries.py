@@ -5,29 +5,34 @@ from __future__ import annotations
 import torch
 
 from pagedmla.contract.arguments import DecodeArguments
+from pagedmla.kernels.torch.item_group import ItemGroup
 from pagedmla.kernels.torch.scratch import Scratch
 
 
-def gather_queries(args: DecodeArguments, tokens: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """Query rows as float32.
+def gather_queries(args: DecodeArguments, group: ItemGroup, scratch: Scratch) -> torch.Tensor:
+    """Query rows as float32, every scale multiplied in: scores are then plain products.
 
     Args:
-        tokens: i64 [units, tile], rows of q; negative ones become some row, which nobody looks at.
+        group: its tokens say which rows; an empty place becomes some row, which nobody looks at.
 
     Returns:
-        f32 [units, tile * num_heads, head_dim_qk].
+        f32 [splits * units, tile * num_heads, head_dim_qk]: the same rows for each of the group's key ranges.
     """
-    units, tile = tokens.shape
-    rows = tokens.clamp(min=0)
-    queries = scratch.take((units, tile, args.num_heads, args.head_dim_qk))
+    units, tile = group.tokens.shape
+    queries = scratch.take((group.splits, units, tile, args.num_heads, args.head_dim_qk))
     width = args.q.shape[2]
-    queries[..., :width].copy_(_rows_of(args.q, rows))
+    queries[..., :width].copy_(_rows_of(args.q, group))
     if args.q_pe is not None:
-        queries[..., width:].copy_(_rows_of(args.q_pe, rows))
-    return queries.view(units, tile * args.num_heads, args.head_dim_qk)
+        queries[..., width:].copy_(_rows_of(args.q_pe, group))
+    scaled = queries.mul_(score_scale(args))
+    return scaled.view(group.splits * units, tile * args.num_heads, args.head_dim_qk)
 
 
-def _rows_of(q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _rows_of(q: torch.Tensor, group: ItemGroup) -> torch.Tensor:
+    """[units, tile, num_heads, width]"""
+    if group.consecutive is not None:
+        return q[group.consecutive].unsqueeze(1)
+    rows = group.tokens.clamp(min=0)
     if q.dtype.itemsize == 1:
         return q.view(torch.uint8)[rows].view(q.dtype)
     return q[rows]

@@ -10,65 +10,23 @@ sequence 1 sees nothing and is left out.  Tile widths differ (1 and 2 tokens), s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pagedmla.contract.arguments import DecodeArguments
 from pagedmla.kernels.policy import TorchDecodeConfig, split_count
-from pagedmla.kernels.torch.bounded import key_counts, query_starts
+from pagedmla.kernels.torch.bounded import (
+    host_key_counts,
+    host_query_starts,
+    key_counts,
+    query_starts,
+)
+from pagedmla.kernels.torch.item_group import ItemGroup, Passes
 
-
-@dataclass(frozen=True)
-class ItemGroup:
-    """Work items of one pass: ``splits`` key ranges of each of ``num_units`` units, split-major.
-
-    Attributes:
-        tokens: i64 [num_units, tile], rows of q; -1 where a unit has fewer query tokens than the tile is wide.
-        sequences: i64 [items], rows of the block table.
-        kv_start, kv_stop: i64 [items], the item's keys, positions within the sequence.
-        visible: i64 [items, tile], where the keys that each query token sees in this item's range end; 0 for no token.
-        splits: key ranges per unit in this group.
-        kv_block: tokens of an item that are read in one step.
-        longest: tokens of the longest range (on the host: of the longest one there is).
-        ranges: host copies of (start, stop, least visible end) of each item, or None on a device.
-        rows_differ: whether an item's rows may see different keys.
-    """
-
-    tokens: torch.Tensor
-    sequences: torch.Tensor
-    kv_start: torch.Tensor
-    kv_stop: torch.Tensor
-    visible: torch.Tensor
-    splits: int
-    kv_block: int
-    longest: int
-    ranges: tuple[tuple[int, int, int], ...] | None
-    rows_differ: bool
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the host knows the ranges."""
-        return self.ranges is not None
-
-    def active_items(self, first: int) -> int:
-        """How many items, counted from the front, still have keys at ``first`` tokens into their range."""
-        if self.ranges is None or self.splits > 1:
-            return self.sequences.shape[0]
-        return sum(1 for start, stop, _ in self.ranges if stop - start > first)
-
-    def all_live(self, active: int, end: int) -> bool:
-        """Whether each of the first ``active`` items is known to own every key up to ``end`` tokens into its range."""
-        return self.ranges is not None and all(stop - start >= end for start, stop, _ in self.ranges[:active])
-
-    def hides_keys(self, active: int, end: int) -> bool:
-        """Whether some row of the first ``active`` items may not see a key before ``end`` tokens into its range."""
-        return self.ranges is None or any(start + end > least for start, _, least in self.ranges[:active])
-
-
-Passes = tuple[ItemGroup, ...]
-"""Groups over the same units whose key ranges together are the units' keys: their states are merged."""
+# a matrix product keeps a few threads busy by itself: splits are for machines that have more
+_THREADS_OF_A_PRODUCT = 4
 
 
 def host_passes(args: DecodeArguments, config: TorchDecodeConfig) -> Iterator[Passes]:
@@ -80,7 +38,9 @@ def host_passes(args: DecodeArguments, config: TorchDecodeConfig) -> Iterator[Pa
     """
     units = _host_units(args, config.query_tokens_per_item(args.num_heads))
     longest = max((unit.keys for unit in units), default=0)
-    splits = args.num_kv_splits or split_count(len(units), longest, torch.get_num_threads())
+    splits = args.num_kv_splits or split_count(
+        len(units), longest, torch.get_num_threads() // _THREADS_OF_A_PRODUCT
+    )
     # splits beyond the last key would be empty, and an empty split adds nothing
     splits = max(1, min(splits, longest))
     by_tile: dict[int, list[_Unit]] = {}
@@ -89,13 +49,13 @@ def host_passes(args: DecodeArguments, config: TorchDecodeConfig) -> Iterator[Pa
         by_tile.setdefault(1 << (len(unit.visible) - 1).bit_length(), []).append(unit)
     for tile, members in by_tile.items():
         members.sort(key=lambda unit: -unit.keys)
-        per_pass = config.items_per_pass(tile * args.num_heads)
-        units_per_pass = max(1, per_pass // splits)
-        for at in range(0, len(members), units_per_pass):
-            some = members[at : at + units_per_pass]
+        while members:
+            # long sequences are taken one by one: nothing is gained by batching them, and their pages may lie in a row
+            at_once = config.items_per_pass(tile * args.num_heads, -(-members[0].keys // splits))
+            some, members = members[: max(1, at_once // splits)], members[max(1, at_once // splits) :]
             yield tuple(
-                _host_group(some, tile, splits, range(first, min(first + per_pass, splits)), args, config)
-                for first in range(0, splits, per_pass)
+                _host_group(some, tile, splits, range(first, min(first + at_once, splits)), args, config)
+                for first in range(0, splits, at_once)
             )
 
 
@@ -111,7 +71,7 @@ class _Unit:
 
 
 def _host_units(args: DecodeArguments, tile_limit: int) -> list[_Unit]:
-    counts, starts = key_counts(args).tolist(), query_starts(args).tolist()
+    counts, starts = host_key_counts(args), host_query_starts(args)
     units = []
     for sequence, keys in enumerate(counts):
         start, stop = starts[sequence], starts[sequence + 1]
@@ -131,33 +91,43 @@ def _host_group(
         for unit in units:
             size = -(-unit.keys // splits)
             start = min(split * size, unit.keys)
-            # a tile's empty places see no key
-            least = min(unit.visible) if len(unit.visible) == tile else 0
             stop = min(start + size, unit.keys)
-            ranges.append((start, stop, min(least, stop)))
+            ranges.append((start, stop, min(*unit.visible, stop)))
     longest = max(stop - start for start, stop, _ in ranges)
+    kv_block, num_blocks = config.kv_blocks(len(ranges), tile * args.num_heads, longest)
     tokens = [
-        [unit.first_token + at if at < len(unit.visible) else -1 for at in range(tile)] for unit in units
+        _padded(range(unit.first_token, unit.first_token + len(unit.visible)), tile, -1) for unit in units
     ]
-    seen = [unit.visible + (0,) * (tile - len(unit.visible)) for unit in units] * len(these)
-    visible = [[min(keys, stop) for keys in row] for row, (_, stop, _) in zip(seen, ranges, strict=True)]
-    device = args.q.device
-
-    def tensor(values: list) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    visible = None
+    if tile > 1 and args.causal:
+        seen = [_padded(unit.visible, tile, 0) for unit in units] * len(these)
+        visible = torch.tensor(
+            [[min(keys, stop) for keys in row] for row, (_, stop, _) in zip(seen, ranges, strict=True)]
+        )
+    sequences = [unit.sequence for unit in units] * len(these)
+    columns = torch.tensor([sequences, [start for start, _, _ in ranges], [stop for _, stop, _ in ranges]])
     return ItemGroup(
-        tokens=tensor(tokens),
-        sequences=tensor([unit.sequence for unit in units] * len(these)),
-        kv_start=tensor([start for start, _, _ in ranges]),
-        kv_stop=tensor([stop for _, stop, _ in ranges]),
-        visible=tensor(visible),
+        tokens=torch.tensor(tokens),
+        sequences=columns[0],
+        kv_start=columns[1],
+        kv_stop=columns[2],
+        visible=visible,
         splits=len(these),
-        kv_block=config.kv_block(len(ranges), tile * args.num_heads, longest),
-        longest=longest,
+        kv_block=kv_block,
+        num_blocks=num_blocks,
         ranges=tuple(ranges),
-        rows_differ=tile > 1 and args.causal,
+        has_empty_places=any(len(unit.visible) < tile for unit in units),
+        consecutive=_consecutive([unit.first_token for unit in units]) if tile == 1 else None,
     )
+
+
+def _consecutive(tokens: list[int]) -> slice | None:
+    first, count = tokens[0], len(tokens)
+    return slice(first, first + count) if tokens == list(range(first, first + count)) else None
+
+
+def _padded(values: Sequence[int], length: int, filler: int) -> list[int]:
+    return [*values, *[filler] * (length - len(values))]
 
 
 @dataclass(frozen=True)
@@ -191,10 +161,10 @@ def device_passes(args: DecodeArguments, config: TorchDecodeConfig, compute_unit
     capacity = args.block_table.shape[1] * args.kv_cache.shape[1]
     splits = args.num_kv_splits or split_count(args.num_tokens, capacity, compute_units)
     splits = max(1, min(splits, capacity))
-    per_pass = config.items_per_pass(args.num_heads)
+    per_pass = config.items_per_pass(args.num_heads, config.min_kv_block)
     tokens_per_pass = max(1, per_pass // splits)
     for at in range(0, args.num_tokens, tokens_per_pass):
-        tokens = torch.arange(at, min(at + tokens_per_pass, args.num_tokens), device=args.q.device)
+        tokens = range(at, min(at + tokens_per_pass, args.num_tokens))
         yield tuple(
             _device_group(
                 tokens, owners, splits, range(first, min(first + per_pass, splits)), capacity, args, config
@@ -204,7 +174,7 @@ def device_passes(args: DecodeArguments, config: TorchDecodeConfig, compute_unit
 
 
 def _device_group(
-    tokens: torch.Tensor,
+    tokens: range,
     owners: TokenOwners,
     splits: int,
     these: range,
@@ -212,21 +182,23 @@ def _device_group(
     args: DecodeArguments,
     config: TorchDecodeConfig,
 ) -> ItemGroup:
-    keys = owners.visible[tokens]
+    rows = slice(tokens.start, tokens.stop)
+    keys = owners.visible[rows]
     size = -(-keys // splits)
     numbers = torch.arange(these.start, these.stop, device=keys.device)[:, None]
     start = torch.minimum(numbers * size, keys)
-    stop = torch.minimum(start + size, keys).flatten()
-    longest = -(-capacity // splits)
+    longest = max(1, -(-capacity // splits))
+    kv_block, num_blocks = config.kv_blocks(len(tokens) * len(these), args.num_heads, longest)
     return ItemGroup(
-        tokens=tokens[:, None],
-        sequences=owners.sequences[tokens].repeat(len(these)),
+        tokens=torch.arange(tokens.start, tokens.stop, device=keys.device)[:, None],
+        sequences=owners.sequences[rows].repeat(len(these)),
         kv_start=start.flatten(),
-        kv_stop=stop,
-        visible=stop[:, None],
+        kv_stop=torch.minimum(start + size, keys).flatten(),
+        visible=None,
         splits=len(these),
-        kv_block=config.kv_block(tokens.shape[0] * len(these), args.num_heads, max(1, longest)),
-        longest=longest,
+        kv_block=kv_block,
+        num_blocks=num_blocks,
         ranges=None,
-        rows_differ=False,
+        has_empty_places=False,
+        consecutive=rows,
     )
