@@ -33,16 +33,15 @@ from pagedmla.bench.machine import machine_line
 from pagedmla.bench.results import write_result
 
 OLD_TRANSFORMERS = "5.14.1"
-OLD_REQUIREMENTS = (f"transformers=={OLD_TRANSFORMERS}", "tokenizers==0.22.2", "huggingface_hub==1.33.0")
 WORKER = Path(__file__).with_name("decode_worker.py")
 
 
 def install_old_transformers() -> Path:
-    """Puts the last release with a decompressed cache into a folder of its own, beside which everything else is shared."""
+    """Puts the last release with a decompressed cache, and what it needs besides torch, into a folder of its own."""
     folder = Path(sys.prefix) / f"transformers-{OLD_TRANSFORMERS}"
     if not (folder / "transformers").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        subprocess.run([*command, *OLD_REQUIREMENTS], check=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
+        subprocess.run([*command, f"transformers=={OLD_TRANSFORMERS}"], check=True)
     return folder
 
 

@@ -86,8 +86,8 @@ def _attend_all(
         scratch.reset()
         queries = gather_queries(args, group, scratch)
         outs, lses = attend(group, queries, args.kv_lora_rank, config.max_rows_per_pass, reader, scratch)
-        outs = outs.unflatten(0, (group.splits, group.tokens.shape[0]))
-        lses = lses.unflatten(0, (group.splits, group.tokens.shape[0]))
+        outs = outs.unflatten(0, (group.splits, group.num_units))
+        lses = lses.unflatten(0, (group.splits, group.num_units))
         # what earlier passes over the same units left behind comes first: states are merged in the order of their keys
         states = [*merged, *zip(outs, lses, strict=True)]
         merged = [_merge(states)]
@@ -111,7 +111,7 @@ def _write(
     factor = value_scale(args)
     if factor is not None:
         group_out.mul_(factor)
-    num_rows = group.tokens.numel()
+    num_rows = group.num_units * group.tile
     rows_out = group_out.view(num_rows, args.num_heads, args.kv_lora_rank)
     rows_lse = group_lse.view(num_rows, args.num_heads)
     if group.consecutive is not None:

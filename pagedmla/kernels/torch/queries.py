@@ -18,14 +18,13 @@ def gather_queries(args: DecodeArguments, group: ItemGroup, scratch: Scratch) ->
     Returns:
         f32 [splits * units, tile * num_heads, head_dim_qk]: the same rows for each of the group's key ranges.
     """
-    units, tile = group.tokens.shape
-    queries = scratch.take((group.splits, units, tile, args.num_heads, args.head_dim_qk))
+    queries = scratch.take((group.splits, group.num_units, group.tile, args.num_heads, args.head_dim_qk))
     width = args.q.shape[2]
     queries[..., :width].copy_(_rows_of(args.q, group))
     if args.q_pe is not None:
         queries[..., width:].copy_(_rows_of(args.q_pe, group))
     scaled = queries.mul_(score_scale(args))
-    return scaled.view(group.splits * units, tile * args.num_heads, args.head_dim_qk)
+    return scaled.view(group.num_items, group.tile * args.num_heads, args.head_dim_qk)
 
 
 def _rows_of(q: torch.Tensor, group: ItemGroup) -> torch.Tensor:

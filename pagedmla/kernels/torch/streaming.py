@@ -56,9 +56,9 @@ def _read_block(
     group: ItemGroup, number: int, reader: PageReader, buffers: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     """f32 [items, n, head_dim_qk]: the keys of block ``number``, zeros where an item owns none."""
-    alone = group.range_of_only_item(number)
-    if alone is not None:
-        in_place = reader.view(*alone)
+    run = group.run(number)
+    if run is not None:
+        in_place = reader.view(*run)
         if in_place is not None:
             return in_place
     keys = reader.read(reader.locate(group.sequences[:, None], group.positions(number)), buffers)

@@ -10,7 +10,7 @@ sequence 1 sees nothing and is left out.  Tile widths differ (1 and 2 tokens), s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from pagedmla.kernels.torch.bounded import (
     key_counts,
     query_starts,
 )
-from pagedmla.kernels.torch.item_group import ItemGroup, Passes
+from pagedmla.kernels.torch.item_group import DeviceItemGroup, HostItemGroup, Passes, Unit
 
 # a matrix product keeps a few threads busy by itself: splits are for machines that have more
 _THREADS_OF_A_PRODUCT = 4
@@ -43,7 +43,7 @@ def host_passes(args: DecodeArguments, config: TorchDecodeConfig) -> Iterator[Pa
     )
     # splits beyond the last key would be empty, and an empty split adds nothing
     splits = max(1, min(splits, longest))
-    by_tile: dict[int, list[_Unit]] = {}
+    by_tile: dict[int, list[Unit]] = {}
     for unit in units:
         # powers of two: few groups, and at most half of a tile is empty
         by_tile.setdefault(1 << (len(unit.visible) - 1).bit_length(), []).append(unit)
@@ -59,18 +59,7 @@ def host_passes(args: DecodeArguments, config: TorchDecodeConfig) -> Iterator[Pa
             )
 
 
-@dataclass(frozen=True)
-class _Unit:
-    sequence: int
-    first_token: int
-    visible: tuple[int, ...]
-
-    @property
-    def keys(self) -> int:
-        return max(self.visible)
-
-
-def _host_units(args: DecodeArguments, tile_limit: int) -> list[_Unit]:
+def _host_units(args: DecodeArguments, tile_limit: int) -> list[Unit]:
     counts, starts = host_key_counts(args), host_query_starts(args)
     units = []
     for sequence, keys in enumerate(counts):
@@ -79,55 +68,22 @@ def _host_units(args: DecodeArguments, tile_limit: int) -> list[_Unit]:
             tokens = range(first, min(first + tile_limit, stop))
             visible = tuple(max(0, keys - (stop - 1 - token)) if args.causal else keys for token in tokens)
             if max(visible) > 0:
-                units.append(_Unit(sequence, first, visible))
+                units.append(Unit(sequence, first, visible))
     return units
 
 
 def _host_group(
-    units: list[_Unit], tile: int, splits: int, these: range, args: DecodeArguments, config: TorchDecodeConfig
-) -> ItemGroup:
+    units: list[Unit], tile: int, splits: int, these: range, args: DecodeArguments, config: TorchDecodeConfig
+) -> HostItemGroup:
     ranges = []
     for split in these:
         for unit in units:
             size = -(-unit.keys // splits)
             start = min(split * size, unit.keys)
-            stop = min(start + size, unit.keys)
-            ranges.append((start, stop, min(*unit.visible, stop)))
-    longest = max(stop - start for start, stop, _ in ranges)
-    kv_block, num_blocks = config.kv_blocks(len(ranges), tile * args.num_heads, longest)
-    tokens = [
-        _padded(range(unit.first_token, unit.first_token + len(unit.visible)), tile, -1) for unit in units
-    ]
-    visible = None
-    if tile > 1 and args.causal:
-        seen = [_padded(unit.visible, tile, 0) for unit in units] * len(these)
-        visible = torch.tensor(
-            [[min(keys, stop) for keys in row] for row, (_, stop, _) in zip(seen, ranges, strict=True)]
-        )
-    sequences = [unit.sequence for unit in units] * len(these)
-    columns = torch.tensor([sequences, [start for start, _, _ in ranges], [stop for _, stop, _ in ranges]])
-    return ItemGroup(
-        tokens=torch.tensor(tokens),
-        sequences=columns[0],
-        kv_start=columns[1],
-        kv_stop=columns[2],
-        visible=visible,
-        splits=len(these),
-        kv_block=kv_block,
-        num_blocks=num_blocks,
-        ranges=tuple(ranges),
-        has_empty_places=any(len(unit.visible) < tile for unit in units),
-        consecutive=_consecutive([unit.first_token for unit in units]) if tile == 1 else None,
-    )
-
-
-def _consecutive(tokens: list[int]) -> slice | None:
-    first, count = tokens[0], len(tokens)
-    return slice(first, first + count) if tokens == list(range(first, first + count)) else None
-
-
-def _padded(values: Sequence[int], length: int, filler: int) -> list[int]:
-    return [*values, *[filler] * (length - len(values))]
+            ranges.append((start, min(start + size, unit.keys)))
+    longest = max(stop - start for start, stop in ranges)
+    blocks = config.kv_blocks(len(ranges), tile * args.num_heads, longest)
+    return HostItemGroup(units, tile, ranges, *blocks, causal=args.causal)
 
 
 @dataclass(frozen=True)
@@ -181,24 +137,17 @@ def _device_group(
     capacity: int,
     args: DecodeArguments,
     config: TorchDecodeConfig,
-) -> ItemGroup:
+) -> DeviceItemGroup:
     rows = slice(tokens.start, tokens.stop)
     keys = owners.visible[rows]
     size = -(-keys // splits)
     numbers = torch.arange(these.start, these.stop, device=keys.device)[:, None]
     start = torch.minimum(numbers * size, keys)
-    longest = max(1, -(-capacity // splits))
-    kv_block, num_blocks = config.kv_blocks(len(tokens) * len(these), args.num_heads, longest)
-    return ItemGroup(
-        tokens=torch.arange(tokens.start, tokens.stop, device=keys.device)[:, None],
-        sequences=owners.sequences[rows].repeat(len(these)),
-        kv_start=start.flatten(),
-        kv_stop=torch.minimum(start + size, keys).flatten(),
-        visible=None,
-        splits=len(these),
-        kv_block=kv_block,
-        num_blocks=num_blocks,
-        ranges=None,
-        has_empty_places=False,
-        consecutive=rows,
+    return DeviceItemGroup(
+        tokens,
+        owners.sequences[rows].repeat(len(these)),
+        start.flatten(),
+        torch.minimum(start + size, keys).flatten(),
+        len(these),
+        *config.kv_blocks(len(tokens) * len(these), args.num_heads, max(1, -(-capacity // splits))),
     )
