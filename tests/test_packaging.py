@@ -83,7 +83,7 @@ def test_continuous_integration_runs_the_readmes_own_test_command() -> None:
     install, test = readme_commands()
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     assert test in lines
-    assert install.endswith(".venv/bin/pagedmla generate")
+    assert install.endswith(".venv/bin/pagedmla generate --compare")
     assert all("\n" not in command for command in (install, test))
 
 
