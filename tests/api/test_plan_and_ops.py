@@ -262,3 +262,46 @@ def test_passes_over_the_same_rows_keep_their_state_in_a_workspace(num_heads: in
     expected, expected_lse = pagedmla.reference.decode(q, cache, table, lengths, **options)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_batch_invariant_heads_beyond_a_pass_fit_the_workspace() -> None:
+    num_heads, options = 5000, {"softmax_scale": 0.05}
+    problem = DecodeProblem(num_heads, 0.05, 512, 64, PAGE, torch.float32, "fp32", batch_invariant=True)
+    size = pagedmla.workspace_size(problem, BatchBounds(1, 160))
+    generator = torch.Generator().manual_seed(6)
+    q, cache = (
+        torch.randn(1, num_heads, 576, generator=generator),
+        torch.randn(160, PAGE, 576, generator=generator),
+    )
+    table, lengths = (
+        torch.randperm(160, dtype=torch.int32).view(1, 160),
+        torch.tensor([2101], dtype=torch.int32),
+    )
+    workspace = torch.full((size,), 0xFF, dtype=torch.uint8)
+    out, lse = pagedmla.decode(q, cache, table, lengths, batch_invariant=True, workspace=workspace, **options)
+    some = torch.tensor([0, 1023, 1024, 2048, 4999])
+    expected, expected_lse = pagedmla.reference.decode(q[:, some], cache, table, lengths, **options)
+    torch.testing.assert_close(out[:, some].double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[:, some].double(), expected_lse, rtol=1e-5, atol=1e-5)
+    few = pagedmla.decode(q[:, -7:], cache, table, lengths, batch_invariant=True, **options)
+    assert torch.equal(few[0], out[:, -7:])
+    assert torch.equal(few[1], lse[:, -7:])
+
+
+@pytest.mark.parametrize("q_lens", [[1, 1, 1, 1, 1], [2, 1, 3, 0, 3]])
+@pytest.mark.parametrize("splits", [None, 3])
+def test_the_default_device_is_the_callers_own(q_lens: list[int], splits: int | None) -> None:
+    given = batch(LENGTHS, q_lens)
+    q, cache, table, lengths, starts = given
+    with torch.device("meta"):
+        out, lse = pagedmla.decode(
+            q,
+            cache,
+            table,
+            lengths,
+            softmax_scale=SCALE,
+            kv_lora_rank=RANK,
+            cu_seqlens_q=starts,
+            num_kv_splits=splits,
+        )
+    check(out, lse, given)

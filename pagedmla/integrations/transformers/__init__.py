@@ -3,8 +3,10 @@
     from pagedmla.integrations.transformers import PagedLatentCache, disable, enable
 
     enable(model)
-    model.generate(**inputs)                                               # makes a PagedLatentCache of its
-    own model.generate(**inputs, past_key_values=PagedLatentCache(model.config, page_size=16))
+    model.generate(**inputs)                                    # makes a PagedLatentCache of its own
+
+    cache = PagedLatentCache(model.config, page_size=16)        # or choose, and keep it for the next turn
+    model.generate(**inputs, past_key_values=cache)
 
 Transformers (5.15 and later) caches the latent, but expands the whole context through ``kv_b_proj`` in every
 layer at every step.  Here decode steps attend to the latents themselves, in pages.

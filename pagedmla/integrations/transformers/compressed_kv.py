@@ -14,7 +14,7 @@ class CompressedKV:
     """Latents on their way from the cache to the attention function.
 
     It is not a tensor on purpose: whoever treats it as one (an attention that this plug-in does not run) is
-        told so, where a tensor of the wrong meaning could give plausible numbers.
+    told so, where a tensor of the wrong meaning could give plausible numbers.
 
     Attributes:
         latent: [num_rows, 1, num_keys, kv_lora_rank].

@@ -46,9 +46,9 @@ def enable(model: Model, *, backend: str | None = None, absorb_below: int | None
     """Runs ``model``'s latent attention absorbed, in place.
 
     Weights, forwards and user code stay as they are: each MLA module's ``expand_kv`` hands the latents on
-        unexpanded, and the model's attention implementation becomes a registered one.  ``generate`` makes a
-        ``PagedLatentCache`` unless it is given a cache or a ``cache_implementation``; with stock caches
-        attention is absorbed all the same, but not paged.
+    unexpanded, and the model's attention implementation becomes a registered one.  ``generate`` makes a
+    ``PagedLatentCache`` unless it is given a cache or a ``cache_implementation``; with stock caches
+    attention is absorbed all the same, but not paged.
 
     Calling it again is harmless, and changes the settings.
 

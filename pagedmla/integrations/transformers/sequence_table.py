@@ -37,7 +37,7 @@ class SequenceTable:
     filled one.
 
     Two lengths are kept apart: what Transformers has shown (padding included, the same for all rows), and
-        what is stored (padding left out, each row its own).
+    what is stored (padding left out, each row its own).
 
     Args:
         page_size: tokens in a page.

@@ -19,6 +19,9 @@ from pagedmla.kernels.torch.scratch import Scratch
 from pagedmla.kernels.torch.softmax_states import SoftmaxStates
 from pagedmla.kernels.torch.work_items import token_owners
 
+# the states of 64 row tiles take 16 MiB; more heads go through the keys again
+_HEADS_AT_ONCE = 1024
+
 
 def attend_invariant(
     args: DecodeArguments, config: TorchDecodeConfig, out: torch.Tensor, lse: torch.Tensor
@@ -34,36 +37,42 @@ def attend_invariant(
         num_blocks = [-(-capacity // block)] * args.num_tokens
     reader = PageReader(args)
     scratch = Scratch(args.workspace, args.q.device)
+    factor = value_scale(args)
     for token, count in enumerate(num_blocks):
-        if count:
+        if count == 0:
+            continue
+        sequence, visible = owners.sequences[token : token + 1], owners.visible[token : token + 1]
+        for first in range(0, args.num_heads, _HEADS_AT_ONCE):
+            heads = slice(first, min(first + _HEADS_AT_ONCE, args.num_heads))
             scratch.reset()
-            sequence, visible = owners.sequences[token : token + 1], owners.visible[token : token + 1]
-            token_out, token_lse = _attend_token(
-                args, config, reader, scratch, token, sequence, visible, count
+            some_out, some_lse = _attend_heads(
+                args, config, reader, scratch, token, heads, sequence, visible, count
             )
-            out[token] = token_out.to(out.dtype)
-            lse[token] = token_lse
+            out[token, heads] = (some_out if factor is None else some_out * factor).to(out.dtype)
+            lse[token, heads] = some_lse
 
 
-def _attend_token(
+def _attend_heads(
     args: DecodeArguments,
     config: TorchDecodeConfig,
     reader: PageReader,
     scratch: Scratch,
     token: int,
+    heads: slice,
     sequence: torch.Tensor,
     visible: torch.Tensor,
     num_blocks: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query token: out f32 [num_heads, kv_lora_rank], lse f32 [num_heads]."""
+    """Some heads of one query token: out f32 [heads, kv_lora_rank], lse f32 [heads]."""
     block, tile = config.invariant_kv_block, config.invariant_rows
-    num_tiles = -(-args.num_heads // tile)
+    num_heads = heads.stop - heads.start
+    num_tiles = -(-num_heads // tile)
     queries = scratch.take((num_tiles, tile, args.head_dim_qk)).zero_()
-    rows = queries.view(-1, args.head_dim_qk)[: args.num_heads]
+    rows = queries.view(-1, args.head_dim_qk)[:num_heads]
     width = args.q.shape[2]
-    rows[:, :width].copy_(args.q[token])
+    rows[:, :width].copy_(args.q[token, heads])
     if args.q_pe is not None:
-        rows[:, width:].copy_(args.q_pe[token])
+        rows[:, width:].copy_(args.q_pe[token, heads])
     rows.mul_(score_scale(args))
     buffers = reader.buffers(scratch, block)
     products = scratch.take((1, tile, block))
@@ -83,7 +92,5 @@ def _attend_token(
             torch.bmm(tile_rows[None], keys.transpose(1, 2), out=products)
             state.take_in(products.masked_fill_(dead[:, None], -torch.inf), values)
     finished = [state.finish() for state in states]
-    out = torch.cat([state_out[0] for state_out, _ in finished])[: args.num_heads]
-    lse = torch.cat([state_lse[0] for _, state_lse in finished])[: args.num_heads]
-    factor = value_scale(args)
-    return (out if factor is None else out * factor), lse
+    out = torch.cat([state_out[0] for state_out, _ in finished])[:num_heads]
+    return out, torch.cat([state_lse[0] for _, state_lse in finished])[:num_heads]

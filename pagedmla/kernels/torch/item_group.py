@@ -9,6 +9,8 @@ from functools import cached_property
 
 import torch
 
+_HOST = torch.device("cpu")  # said, not assumed: torch's default device is the caller's to set
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -111,7 +113,7 @@ class HostItemGroup(ItemGroup):
         num_blocks: int,
         causal: bool,
     ) -> None:
-        self._units, self._ranges = units, ranges
+        self._units, self._ranges = list(units), list(ranges)
         self.num_units, self.tile, self.splits = len(units), tile, len(ranges) // len(units)
         self.kv_block, self.num_blocks = kv_block, num_blocks
         self.has_empty_places = any(len(unit.visible) < tile for unit in units)
@@ -125,24 +127,26 @@ class HostItemGroup(ItemGroup):
     def tokens(self) -> torch.Tensor:  # type: ignore[override]
         """Rows of q; -1 for an empty place."""
         rows = [range(unit.first_token, unit.first_token + len(unit.visible)) for unit in self._units]
-        return torch.tensor([_padded(row, self.tile, -1) for row in rows])
+        return torch.tensor([_padded(row, self.tile, -1) for row in rows], device=_HOST)
 
     @cached_property
     def sequences(self) -> torch.Tensor:  # type: ignore[override]
         """Rows of the block table."""
-        return torch.tensor([unit.sequence for unit in self._units] * self.splits)
+        return torch.tensor([unit.sequence for unit in self._units] * self.splits, device=_HOST)
 
     @cached_property
     def kv_start(self) -> torch.Tensor:  # type: ignore[override]
         """First positions."""
-        return torch.tensor([start for start, _ in self._ranges])
+        return torch.tensor([start for start, _ in self._ranges], device=_HOST)
 
     @cached_property
     def _visible(self) -> torch.Tensor:
         # i64 [items, tile]: where what each token sees of the item's range ends
-        seen = [_padded(unit.visible, self.tile, 0) for unit in self._units] * self.splits
         return torch.tensor(
-            [[min(keys, stop) for keys in row] for row, (_, stop) in zip(seen, self._ranges, strict=True)]
+            [
+                _padded([min(keys, stop) for keys in unit.visible], self.tile, 0)
+                for unit, (_, stop) in self._items()
+            ]
         )
 
     def run(self, number: int) -> tuple[int, int, int] | None:
@@ -156,12 +160,10 @@ class HostItemGroup(ItemGroup):
     def hides_keys(self, number: int) -> bool:
         """See ``ItemGroup.hides_keys``."""
         end = (number + 1) * self.kv_block
-        ranges = iter(self._ranges)
-        return any(
-            start + end > min(*unit.visible, stop)
-            for _ in range(self.splits)
-            for unit, (start, stop) in zip(self._units, ranges, strict=False)
-        )
+        return any(start + end > min(*unit.visible, stop) for unit, (start, stop) in self._items())
+
+    def _items(self) -> Iterator[tuple[Unit, tuple[int, int]]]:
+        return zip(self._units * self.splits, self._ranges, strict=True)
 
     def blank_dead_keys(self, number: int, keys: torch.Tensor) -> None:
         """See ``ItemGroup.blank_dead_keys``."""
