@@ -9,7 +9,7 @@ import torch
 import pagedmla.ops  # noqa: F401  (registers torch.ops.pagedmla)
 from pagedmla import kernels
 from pagedmla.contract.arguments import Scale, check_scale_number, expect
-from pagedmla.contract.errors import InvalidArgument, Unsupported
+from pagedmla.contract.errors import InvalidArgument, Unsupported, check_type
 from pagedmla.contract.problem import (
     QUERY_DTYPES,
     BatchBounds,
@@ -76,7 +76,8 @@ def decode(
     q_latent, q_pe = _split_query(q)
     _check_kinds(kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens)
     _check_kinds(optional=True, cu_seqlens_q=cu_seqlens_q, out=out, lse=lse, workspace=workspace)
-    _refuse_training(q=q_latent, q_pe=q_pe, kv_cache=kv_cache)
+    _refuse_training(q=q_latent, q_pe=q_pe, kv_cache=kv_cache, out=out, lse=lse)
+    _refuse_training(q_scale=_tensor_or_none(q_scale), kv_scale=_tensor_or_none(kv_scale))
     given = (
         q_latent,
         q_pe,
@@ -100,6 +101,10 @@ def decode(
         return torch.ops.pagedmla.decode(*given)
     expect(q_latent, "q", (None, None, None), QUERY_DTYPES, None)
     rows = (q_latent.shape[0], q_latent.shape[1])
+    if kv_lora_rank > q_latent.shape[2]:
+        raise InvalidArgument(
+            "head_dim", "q", f"at least kv_lora_rank = {kv_lora_rank} wide", str(list(q_latent.shape))
+        )
     if out is None:
         out = torch.empty((*rows, kv_lora_rank), dtype=out_dtype_of(q_latent.dtype), device=q_latent.device)
     if lse is None:
@@ -125,7 +130,10 @@ def merge_states(
     Raises:
         InvalidArgument: no states, numbers of states that differ, or wrong ranks, shapes, dtypes, devices.
     """
-    return torch.ops.pagedmla.merge_states(_states("outs", outs, 4), _states("lses", lses, 3))
+    states, state_lses = _states("outs", outs, 4), _states("lses", lses, 3)
+    for state, lse in zip(states, state_lses, strict=False):
+        _refuse_training(outs=state, lses=lse)
+    return torch.ops.pagedmla.merge_states(states, state_lses)
 
 
 def workspace_size(
@@ -139,6 +147,8 @@ def workspace_size(
     Raises:
         Unsupported: the problem is refused.
     """
+    check_type("problem", problem, DecodeProblem)
+    check_type("bounds", bounds, BatchBounds)
     target = Target.detect(device)
     return kernels.load(choose_backend(problem, target, backend)).workspace_size(problem, bounds, target)
 
@@ -171,6 +181,10 @@ def _refuse_training(**tensors: torch.Tensor | None) -> None:
                 raise Unsupported("training", name, wanted, "requires_grad=True")
 
 
+def _tensor_or_none(value: object) -> torch.Tensor | None:
+    return value if isinstance(value, torch.Tensor) else None
+
+
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InvalidArgument("type", name, "a bool", _kind(value))
@@ -178,7 +192,8 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    # schemas hold 64-bit integers
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
         raise InvalidArgument(name, name, "a whole number >= 1", repr(value))
     return value
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from pagedmla import kernels
-from pagedmla.contract.arguments import DecodeArguments, check_arguments, check_memory, expect
+from pagedmla.contract.arguments import DecodeArguments, check_arguments, expect
 from pagedmla.contract.errors import InvalidArgument
+from pagedmla.contract.memory import check_memory
 from pagedmla.contract.problem import out_dtype_of
 from pagedmla.contract.support import check_backend_name, choose_backend
 from pagedmla.contract.target import Target
@@ -26,7 +27,7 @@ _DECODE_ARGUMENTS = (
     "Tensor q, Tensor? q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q, "
     "float softmax_scale, bool causal, int kv_lora_rank, float? q_scale, Tensor? q_scale_tensor, float? kv_scale, "
     "Tensor? kv_scale_tensor, str? backend, str? schedule, int? num_kv_splits, bool batch_invariant, "
-    "Tensor? workspace, bool validate"
+    "Tensor(w!)? workspace, bool validate"
 )
 
 _library = torch.library.Library("pagedmla", "DEF")
@@ -87,6 +88,7 @@ def _run(
 ) -> None:
     problem = args.problem()
     name = choose_backend(problem, Target.detect(args.q.device), backend)
+    check_memory(args, out, lse)
     if validate:
         check_values(args)
     kernels.load(name).decode(args, problem, out, lse)
@@ -104,7 +106,6 @@ def _decode_out(*given: Any) -> None:
     *inputs, out, lse = given
     args, backend, validate = _arguments(*inputs)
     check_arguments(args, out, lse)
-    check_memory(args, out, lse)
     _run(args, backend, validate, out, lse)
 
 

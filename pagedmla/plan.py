@@ -6,7 +6,7 @@ import torch
 
 from pagedmla import kernels
 from pagedmla.contract.arguments import Scale
-from pagedmla.contract.errors import InvalidArgument, PlanMismatch
+from pagedmla.contract.errors import InvalidArgument, PlanMismatch, check_type
 from pagedmla.contract.kv_layout import layout_of_dtype
 from pagedmla.contract.problem import BatchBounds, DecodeProblem
 from pagedmla.contract.support import choose_backend
@@ -52,9 +52,8 @@ class DecodePlan:
             InvalidArgument: an unknown device or backend.
             Unsupported: the problem is refused, with every reason.
         """
-        for name, value, kind in (("problem", problem, DecodeProblem), ("bounds", bounds, BatchBounds)):
-            if not isinstance(value, kind):
-                raise InvalidArgument("type", name, f"a {kind.__name__}", type(value).__name__)
+        check_type("problem", problem, DecodeProblem)
+        check_type("bounds", bounds, BatchBounds)
         target = Target.detect(device)
         self.problem = problem
         self.bounds = bounds
@@ -131,10 +130,13 @@ class DecodePlan:
         )
 
     def _check_run(self, q: Query, kv_cache: torch.Tensor) -> None:
-        parts = [q] if isinstance(q, torch.Tensor) else list(q)
+        parts = list(q) if isinstance(q, (tuple, list)) and len(q) == 2 else [q]
         if not all(isinstance(part, torch.Tensor) for part in [*parts, kv_cache]):
             raise InvalidArgument(
-                "type", "q and kv_cache", "tensors", ", ".join(type(part).__name__ for part in parts)
+                "type",
+                "q and kv_cache",
+                "tensors",
+                ", ".join(type(part).__name__ for part in [*parts, kv_cache]),
             )
         for name, tensor in [("q", part) for part in parts] + [("kv_cache", kv_cache)]:
             if tensor.dim() != 3:

@@ -100,6 +100,16 @@ class SequenceAttention:
     probabilities: Tensor
     lse: Tensor
 
+    def out(self) -> Tensor:
+        """f64 [n_q, H, kv_lora_rank]: the weighted sum of values.  A NaN or Inf in a key is nobody's but of the rows that see
+        it: elsewhere its weight is 0, and 0 * NaN must not count."""
+        finite = torch.isfinite(self.values)
+        out = self.probabilities @ torch.where(finite, self.values, 0.0)
+        for key in (~finite.all(-1)).nonzero().flatten().tolist():
+            sees = self.scores[..., key] != float("-inf")
+            out = torch.where(sees[..., None] & ~finite[key], float("nan"), out)
+        return out
+
 
 def attend(
     q: Query,
@@ -200,7 +210,7 @@ def decode(
         kv_scale=kv_scale,
     )
     for part in parts:
-        result[part.rows] = part.probabilities @ part.values
+        result[part.rows] = part.out()
         logs[part.rows] = part.lse
     for given, value in ((out, result), (lse, logs)):
         if given is not None:

@@ -66,7 +66,7 @@ LAYERS: dict[str, Layer] = {
         "integrations",
         "conformance",
         "bench",
-        third_party=("transformers", "safetensors", "typer", "rich", "triton"),
+        third_party=("transformers", "huggingface_hub", "safetensors", "typer", "rich", "triton"),
     ),
 }
 """contract <- reference, paging <- kernels.* <- decode, ops <- compat, integrations, distributed <- cli."""

@@ -32,7 +32,8 @@ def print_report(loaded: LoadedModel, request: Request, ours: Run, stock: Run | 
     if comparison is not None:
         table.add_row("stock Transformers", _verdict(loaded, comparison))
         table.add_row("max |log-prob difference|", f"{comparison.max_log_prob_difference:.1e}")
-    Console().print(table)
+    # text and names are what they are: a bracket in them is no markup
+    Console(markup=False).print(table)
     return comparison is None or comparison.agree
 
 

@@ -42,7 +42,7 @@ def check_model_directory(directory: Path) -> None:
             its ``*.safetensors`` files are missing, cut short or not in that format.
     """
     if not directory.is_dir():
-        raise _wrong(directory, "no such directory")
+        raise _wrong(directory, "not a directory" if directory.exists() else "no such directory")
     config = _read_json(directory, "config.json")
     _check_is_mla(directory, config)
     for file in _weight_files(directory):
@@ -63,9 +63,15 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype) -> Loa
     transformers.utils.logging.disable_progress_bar()
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            directory,
+            dtype=dtype,
+            local_files_only=True,
+            # code in the directory is never run, and never asked about
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except _loading_errors() as error:
         raise _wrong(directory, f"Transformers cannot load it: {_first_line(error)}") from error
     absent = sorted(report["missing_keys"])
     if absent:
@@ -83,10 +89,29 @@ def _load_tokenizer(directory: Path) -> tuple[Callable[[str], list[int]], Callab
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except _loading_errors() as error:
         raise _wrong(directory, f"no tokenizer loads from it: {_first_line(error)}") from error
     return tokenizer.encode, partial(tokenizer.decode, skip_special_tokens=True)
+
+
+def _loading_errors() -> tuple[type[Exception], ...]:
+    """What Transformers raises on a directory that it cannot make a model of."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    kinds = (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        IndexError,
+        ArithmeticError,
+    )
+    return (*kinds, StrictDataclassError)
 
 
 def _byte_tokenizer() -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
@@ -102,7 +127,8 @@ def _byte_tokenizer() -> tuple[Callable[[str], list[int]], Callable[[list[int]],
 def _check_is_mla(directory: Path, config: dict[str, Any]) -> None:
     text_config = config.get("text_config")
     inner = text_config if isinstance(text_config, dict) else config
-    if not isinstance(inner.get("kv_lora_rank"), int):
+    rank = inner.get("kv_lora_rank")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         kind = inner.get("model_type", "unknown")
         raise _wrong(directory, f"config.json (model_type {kind}) has no kv_lora_rank: not an MLA model")
 
@@ -136,7 +162,7 @@ def _read_json(directory: Path, file: str) -> dict[str, Any]:
         content = json.loads((directory / file).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise _wrong(directory, f"no {file} in it") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _wrong(directory, f"{file} cannot be read: {_first_line(error)}") from error
     if not isinstance(content, dict):
         raise _wrong(directory, f"{file} holds a {type(content).__name__}, not an object")

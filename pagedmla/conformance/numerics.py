@@ -137,7 +137,7 @@ def expect(
         kv_scale=kv_scale,
     )
     for part in parts:
-        out[part.rows] = part.probabilities @ part.values
+        out[part.rows] = part.out()
         lse[part.rows] = part.lse
         bound[part.rows] = output_bound(
             part, softmax_scale=softmax_scale, out_dtype=out_dtype, p_dtype=p_dtype

@@ -218,46 +218,6 @@ def _check_outputs(args: DecodeArguments, out: torch.Tensor | None, lse: torch.T
         _refuse_overlap("lse", lse)
 
 
-def check_memory(args: DecodeArguments, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Refuses outputs that lie on an input: rows would be overwritten before they are read.
-
-    For real tensors only, which have addresses.  Two interleaved views of one buffer are told apart where they advance in
-    step (``buffer[..., :576]`` and ``buffer[..., 576:]``).
-
-    Raises:
-        InvalidArgument: names the output and what it lies on.
-    """
-    inputs = {"q": args.q, "q_pe": args.q_pe, "kv_cache": args.kv_cache, "block_table": args.block_table}
-    inputs |= {"seq_lens": args.seq_lens, "cu_seqlens_q": args.cu_seqlens_q, "workspace": args.workspace}
-    for name, output, others in (("out", out, inputs | {"lse": lse}), ("lse", lse, inputs)):
-        for other_name, other in others.items():
-            if other is not None and _share_memory(output, other):
-                raise InvalidArgument(
-                    "overlap", name, f"memory apart from {other_name}'s", "overlapping memory"
-                )
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    (first, first_end), (second, _) = sorted((_byte_range(a), _byte_range(b)))
-    if first_end <= second:
-        return False
-    strides = {tuple(step * tensor.element_size() for step in tensor.stride()[:-1]) for tensor in (a, b)}
-    if len(strides) > 1 or a.dim() != b.dim() or a.dim() == 1:
-        return True
-    # they advance in step: apart if each one's row ends before the other's begins, in every period
-    period = min(step for step, size in zip(strides.pop(), a.shape[:-1], strict=True) if size > 1 or step)
-    gap = (second - first) % period if period else 0
-    widths = {tensor.data_ptr(): tensor.shape[-1] * tensor.element_size() for tensor in (a, b)}
-    return not (widths[first] <= gap and gap + widths[second] <= period) if len(widths) == 2 else True
-
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
 def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
     # an expanded tensor has one memory cell for many rows: they would overwrite each other
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):

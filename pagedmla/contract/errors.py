@@ -1,7 +1,7 @@
 """The three errors a caller can meet, each saying whose fault it is.
 
 Every one of them carries ``code`` (a stable word for programs), ``argument`` (the name at fault), ``wanted`` and ``got``,
-and prints all of them.  Nothing in the package raises on a user's input in any other way.
+and prints all of them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ class PagedMLAError(Exception):
     def __reduce__(self) -> tuple:
         # Exception pickles by its message alone, which is not this constructor's signature.
         return type(self), (self.code, self.argument, self.wanted, self.got)
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raises InvalidArgument unless ``value`` is a ``kind``."""
+    if not isinstance(value, kind):
+        raise InvalidArgument("type", name, f"a {kind.__name__}", type(value).__name__)
 
 
 class InvalidArgument(PagedMLAError, ValueError):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagedmla.contract.errors import check_type
 from pagedmla.contract.problem import BatchBounds, DecodeProblem
 from pagedmla.contract.support import BACKENDS, Refusal, refusals
 from pagedmla.contract.target import Target
@@ -57,8 +58,11 @@ def explain(
         bounds: the batch that the numbers are for, every sequence as long as its table allows; left out: one page of one
             sequence.
     """
+    check_type("problem", problem, DecodeProblem)
     target = target if target is not None else _this_machine()
+    check_type("target", target, Target)
     bounds = bounds if bounds is not None else BatchBounds(max_num_seqs=1, max_pages_per_seq=1)
+    check_type("bounds", bounds, BatchBounds)
     by_backend = {name: refusals(problem, target, name) for name in BACKENDS}
     num_keys = bounds.max_num_seqs * bounds.max_pages_per_seq * problem.page_size
     bytes_read = num_keys * problem.layout.bytes_per_token(problem.kv_lora_rank, problem.qk_rope_head_dim)

@@ -27,7 +27,12 @@ def check_softmax_scale(softmax_scale: object) -> float:
     wanted = "a positive finite float (head size before absorption, with YaRN's factor)"
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise InvalidArgument("softmax_scale", "softmax_scale", wanted, f"{softmax_scale!r}")
-    value = float(softmax_scale)
+    try:
+        value = float(softmax_scale)
+    except OverflowError:
+        raise InvalidArgument(
+            "softmax_scale", "softmax_scale", wanted, "a whole number past every float"
+        ) from None
     # smallest normal and largest float32: the number is validated in the precision in which it is used; NaN and the
     # infinities fail the comparison too
     if not 1.1754944e-38 <= value <= 3.4028234e38:
@@ -85,11 +90,11 @@ class DecodeProblem:
         if self.q_dtype not in QUERY_DTYPES:
             wanted = "one of " + ", ".join(str(dtype) for dtype in QUERY_DTYPES)
             raise InvalidArgument("q_dtype", "q", wanted, str(self.q_dtype))
-        if self.kv_layout not in KV_LAYOUTS:
+        if not isinstance(self.kv_layout, str) or self.kv_layout not in KV_LAYOUTS:
             raise InvalidArgument(
                 "kv_layout", "kv_layout", "one of " + ", ".join(KV_LAYOUTS), repr(self.kv_layout)
             )
-        if self.schedule is not None and self.schedule not in SCHEDULES:
+        if self.schedule is not None and not (isinstance(self.schedule, str) and self.schedule in SCHEDULES):
             raise InvalidArgument(
                 "schedule", "schedule", "None or one of " + ", ".join(SCHEDULES), repr(self.schedule)
             )

@@ -117,7 +117,7 @@ BACKENDS: dict[str, BackendSupport] = {
 
 def check_backend_name(backend: object) -> None:
     """Raises InvalidArgument unless ``backend`` is None or the name of a built backend."""
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         raise InvalidArgument("backend", "backend", "None or one of " + ", ".join(BACKENDS), repr(backend))
 
 

@@ -90,6 +90,9 @@ def block_table_to_csr(block_table: torch.Tensor, seq_lens: torch.Tensor, page_s
         InvalidArgument: a length below zero or past the table's width, or mismatched shapes.
     """
     _check_page_size("page_size", page_size)
+    if seq_lens.dtype != torch.int32 or block_table.dtype != torch.int32:
+        got = f"{block_table.dtype} and {seq_lens.dtype}"
+        raise InvalidArgument("dtype", "block_table and seq_lens", "int32 tensors", got)
     if block_table.dim() != 2 or seq_lens.dim() != 1 or block_table.shape[0] != seq_lens.shape[0]:
         got = f"{tuple(block_table.shape)} and {tuple(seq_lens.shape)}"
         raise InvalidArgument(
@@ -101,7 +104,7 @@ def block_table_to_csr(block_table: torch.Tensor, seq_lens: torch.Tensor, page_s
             raise InvalidArgument(
                 "seq_len", "seq_lens", f"0..{capacity} tokens", f"{length} for sequence {sequence}"
             )
-    num_pages = (seq_lens + (page_size - 1)) // page_size
+    num_pages = (seq_lens.to(torch.int64) + (page_size - 1)) // page_size
     indptr = torch.zeros(seq_lens.shape[0] + 1, dtype=torch.int32, device=seq_lens.device)
     torch.cumsum(num_pages, 0, dtype=torch.int32, out=indptr[1:])
     live = torch.arange(block_table.shape[1], device=seq_lens.device) < num_pages[:, None]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from pagedmla.contract.arguments import check_scale_number
+from pagedmla.contract.arguments import check_scale_number, expect
 from pagedmla.contract.errors import InvalidArgument, Unsupported
 from pagedmla.contract.kv_layout import KV_LAYOUTS, KVLayout, layout_of_dtype
 from pagedmla.paging.quantization import check_scale_tensor, quantize
@@ -44,7 +44,7 @@ def allocate(
         {"num_pages": (num_pages, 0), "page_size": (page_size, 1), "kv_lora_rank": (kv_lora_rank, 1)}
     )
     _check_sizes({"qk_rope_head_dim": (qk_rope_head_dim, 0)})
-    if layout not in KV_LAYOUTS:
+    if not isinstance(layout, str) or layout not in KV_LAYOUTS:
         raise InvalidArgument("kv_layout", "layout", "one of " + ", ".join(KV_LAYOUTS), repr(layout))
     found = KV_LAYOUTS[layout]
     _refuse_packed(found)
@@ -79,12 +79,15 @@ def append(
         Unsupported: a packed layout.
     """
     layout = check_cache(kv_cache)
+    for name, tensor in (("kv_cache", kv_cache), ("latent", latent), ("k_pe", k_pe)):
+        if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise Unsupported("training", name, "inference: use torch.no_grad()", "requires_grad=True")
     parts = [("latent", latent)] + ([("k_pe", k_pe)] if k_pe is not None else [])
     num_tokens = _check_new_tokens(kv_cache, parts, slot_mapping)
     scale = _scale_of(layout, kv_scale, kv_cache.device)
     if num_tokens == 0 or kv_cache.numel() == 0:
         return
-    rows = torch.cat([part.to(kv_cache.device) for _, part in parts], dim=-1) if len(parts) > 1 else latent
+    rows = torch.cat([part for _, part in parts], dim=-1) if len(parts) > 1 else latent
     rows = quantize(rows, layout, scale) if layout.scaled else rows.to(layout.dtype)
     num_slots = kv_cache.shape[0] * kv_cache.shape[1]
     slots = slot_mapping.to(torch.int64)
@@ -121,8 +124,10 @@ def gather(
     """
     layout = check_cache(kv_cache)
     for name, tensor, rank in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
-        if tensor.dim() != rank:
-            raise InvalidArgument("rank", name, f"{rank} dimensions", str(tuple(tensor.shape)))
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:
+            got = str(tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise InvalidArgument("dtype", name, "an int32 tensor", got)
+        expect(tensor, name, (None,) * rank, (torch.int32,), kv_cache.device)
     if block_table.shape[0] != seq_lens.shape[0]:
         raise InvalidArgument(
             "num_seqs", "seq_lens", f"[{block_table.shape[0]}], as block_table", str(tuple(seq_lens.shape))
@@ -152,13 +157,15 @@ def gather(
     return rows.to(torch.float32) * scale if layout.scaled else rows
 
 
-def check_cache(kv_cache: torch.Tensor) -> KVLayout:
+def check_cache(kv_cache: object) -> KVLayout:
     """The layout of an unpacked cache tensor.
 
     Raises:
         InvalidArgument: not [num_pages, page_size, head_dim_qk] with inner stride 1 and page_size >= 1.
         Unsupported: a packed layout.
     """
+    if not isinstance(kv_cache, torch.Tensor):
+        raise InvalidArgument("type", "kv_cache", "a tensor", type(kv_cache).__name__)
     layout = layout_of_dtype(kv_cache.dtype)
     _refuse_packed(layout)
     if kv_cache.dim() != 3:
@@ -188,6 +195,9 @@ def _refuse_packed(layout: KVLayout) -> None:
 def _check_new_tokens(
     kv_cache: torch.Tensor, parts: list[tuple[str, torch.Tensor]], slot_mapping: torch.Tensor
 ) -> int:
+    for name, tensor in [*parts, ("slot_mapping", slot_mapping)]:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument("type", name, "a tensor", type(tensor).__name__)
     num_tokens = slot_mapping.shape[0] if slot_mapping.dim() == 1 else -1
     if num_tokens < 0 or slot_mapping.dtype not in (torch.int64, torch.int32):
         got = f"{slot_mapping.dtype} {tuple(slot_mapping.shape)}"

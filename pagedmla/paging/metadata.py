@@ -102,6 +102,8 @@ class DecodeMetadata:
             PlanMismatch: more sequences or a wider table than the capacities; nothing was copied.
         """
         num_seqs = self._check_step(block_table, seq_lens, cu_seqlens_q)
+        if isinstance(q_len, bool) or not isinstance(q_len, int) or not 0 <= q_len * num_seqs <= _INT32_MAX:
+            raise InvalidArgument("q_len", "q_len", "a whole number >= 0 whose sum is an int32", repr(q_len))
         cells = self.block_table[:num_seqs, : block_table.shape[1] * self._parts.shape[0]]
         expand_block_table(block_table, self.page_size, self.kernel_page_size, out=cells, parts=self._parts)
         self.seq_lens[:num_seqs].copy_(seq_lens)
@@ -121,6 +123,8 @@ class DecodeMetadata:
         if cu_seqlens_q is not None:
             given.append(("cu_seqlens_q", cu_seqlens_q, 1))
         for name, tensor, rank in given:
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidArgument("type", name, "a tensor", type(tensor).__name__)
             if tensor.dim() != rank or tensor.dtype != torch.int32:
                 got = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise InvalidArgument("rank_or_dtype", name, f"an int32 tensor of {rank} dimensions", got)
@@ -175,10 +179,11 @@ class DecodeMetadata:
     def _update_csr(self, num_seqs: int) -> None:
         if self.kernel_page_size > 1:
             last_page_len(self.seq_lens, self.kernel_page_size, out=self.kv_last_page_len)
-        torch.add(self.seq_lens, self.kernel_page_size - 1, out=self._num_pages)
+        # a length that the table cannot hold, or a negative one, must not lead past the buffers, nor past 32 bits
+        capacity = self.block_table.shape[1] * self.kernel_page_size
+        largest = min(capacity, _INT32_MAX - self.kernel_page_size)
+        torch.clamp(self.seq_lens, 0, largest, out=self._num_pages).add_(self.kernel_page_size - 1)
         self._num_pages.div_(self.kernel_page_size, rounding_mode="floor")
-        # a length that the table cannot hold, or a negative one, must not lead past the buffers
-        self._num_pages.clamp_(0, self.block_table.shape[1])
         if self._lengths_on_host:
             torch.cumsum(self._num_pages, 0, dtype=torch.int32, out=self.kv_indptr[1:])
             self._compact_on_host(num_seqs)

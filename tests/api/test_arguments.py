@@ -99,6 +99,11 @@ TABLE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_kv_splits": True}, InvalidArgument, "num_kv_splits"),
     ({"backend": "cutlass"}, InvalidArgument, "backend"),
     ({"backend": 3}, InvalidArgument, "backend"),
+    ({"backend": []}, InvalidArgument, "backend"),
+    ({"num_kv_splits": 2**70}, InvalidArgument, "num_kv_splits"),
+    ({"kv_lora_rank": 2**70}, InvalidArgument, "kv_lora_rank"),
+    ({"kv_lora_rank": 10**12, "lse": torch.zeros(2, HEADS)}, InvalidArgument, "q"),
+    ({"softmax_scale": 10**400}, InvalidArgument, "softmax_scale"),
     ({"schedule": "magic"}, InvalidArgument, "schedule"),
     ({"schedule": 3}, InvalidArgument, "schedule"),
     ({"schedule": "persistent"}, Unsupported, "schedule"),
@@ -176,6 +181,33 @@ def test_outputs_on_an_input_are_refused_and_beside_it_are_not() -> None:
         with pytest.raises(InvalidArgument) as caught:
             pagedmla.decode(**(good() | changes))
         assert (caught.value.code, caught.value.argument) == ("overlap", "out")
+    cases = [
+        {"out": torch.zeros(600).as_strided((2, HEADS, RANK), (RANK * 2, RANK // 2, 1))},
+        {"workspace": pool.view(-1).view(torch.uint8), "kv_cache": pool},
+    ]
+    shared = torch.zeros(5 * PAGE * (RANK + ROPE))
+    numpy = pytest.importorskip("numpy")
+    array = numpy.frombuffer(bytearray(shared.numel() * 4), dtype=numpy.float32)
+    cases.append(
+        {
+            "out": torch.from_numpy(array[8 : 8 + 2 * HEADS * RANK]).view(2, HEADS, RANK),
+            "kv_cache": torch.from_numpy(array).view(5, PAGE, -1),
+        }
+    )
+    for changes in cases:
+        with pytest.raises(InvalidArgument) as caught:
+            pagedmla.decode(**(good() | changes))
+        assert caught.value.code == "overlap"
+    fused = torch.randn(2 * HEADS * (RANK + ROPE) + 2 * HEADS * RANK + 2 * HEADS)
+    ends = [2 * HEADS * (RANK + ROPE), 2 * HEADS * (RANK + ROPE + RANK)]
+    pagedmla.decode(
+        **good()
+        | {
+            "q": fused[: ends[0]].view(2, HEADS, -1),
+            "out": fused[ends[0] : ends[1]].view(2, HEADS, RANK),
+            "lse": fused[ends[1] :].view(2, HEADS),
+        }
+    )
     memory = torch.zeros(2 * HEADS * (RANK + 1))
     both = {
         "out": memory[: 2 * HEADS * RANK].view(2, HEADS, RANK),

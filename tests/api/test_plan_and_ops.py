@@ -105,6 +105,9 @@ def test_operators_keep_what_their_schemas_promise() -> None:
     q, cache, table, lengths, starts = batch(LENGTHS)
     rest = (starts, SCALE, True, RANK, None, None, None, None, None, None, None, False, None, False)
     opcheck(torch.ops.pagedmla.decode.default, (q, None, cache, table, lengths, *rest))
+    problem = DecodeProblem(HEADS, SCALE, RANK, ROPE, PAGE, torch.float32, "fp32")
+    workspace = torch.zeros(pagedmla.workspace_size(problem, BatchBounds(5, WIDTH)), dtype=torch.uint8)
+    opcheck(torch.ops.pagedmla.decode.default, (q, None, cache, table, lengths, *rest[:-2], workspace, False))
     out, lse = torch.zeros(5, HEADS, RANK), torch.zeros(5, HEADS)
     opcheck(torch.ops.pagedmla.decode_out.default, (q, None, cache, table, lengths, *rest, out, lse))
     opcheck(torch.ops.pagedmla.merge_states.default, ([out, out], [lse, lse]))
@@ -305,3 +308,22 @@ def test_the_default_device_is_the_callers_own(q_lens: list[int], splits: int | 
             num_kv_splits=splits,
         )
     check(out, lse, given)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "q_len", "keys", "splits"), [(1, 1, 70, 65), (4096, 1, 5, 4), (130, 9, 17, 16)]
+)
+def test_splits_that_end_up_empty_and_alone_in_a_pass_add_nothing(
+    num_heads: int, q_len: int, keys: int, splits: int
+) -> None:
+    generator = torch.Generator().manual_seed(8)
+    q, cache = (
+        torch.randn(q_len, num_heads, 8, generator=generator),
+        torch.randn(9, 16, 8, generator=generator),
+    )
+    given = (q, cache, torch.randperm(9).int()[None], torch.tensor([keys], dtype=torch.int32))
+    options = {"softmax_scale": 0.3, "kv_lora_rank": 8}
+    out, lse = pagedmla.decode(*given, num_kv_splits=splits, **options)
+    expected, expected_lse = pagedmla.reference.decode(*given, **options)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)

@@ -41,9 +41,27 @@ def as_llama(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 32}))
 
 
+def _set_in_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _add_code(directory: Path) -> None:
+    """A directory whose own code would have to be run: it is not, and nobody is asked."""
+    (directory / "configuration_own.py").write_text("raise SystemExit('the code was run')")
+    auto_map = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "configuration_own.Own"}
+    _set_in_config(directory, model_type="own", auto_map=auto_map)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent": (shutil.rmtree, "no such directory"),
-    "a file": (lambda d: (shutil.rmtree(d), d.write_text("x")), "no such directory"),
+    "a file": (lambda d: (shutil.rmtree(d), d.write_text("x")), "not a directory"),
+    "config nested": (lambda d: (d / "config.json").write_text("[" * 200_000), "config.json cannot be read"),
+    "rank no number": (lambda d: _set_in_config(d, kv_lora_rank=True), "not an MLA model"),
+    "rank zero": (lambda d: _set_in_config(d, kv_lora_rank=0), "not an MLA model"),
+    "size a word": (lambda d: _set_in_config(d, num_hidden_layers="four"), "cannot load it"),
+    "size a fraction": (lambda d: _set_in_config(d, vocab_size=1.5), "cannot load it"),
+    "code in it": (lambda d: _add_code(d), "cannot load it"),
     "empty": (lambda d: (shutil.rmtree(d), d.mkdir()), "no config.json in it"),
     "config cut": (
         lambda d: (d / "config.json").write_text('{"model_type": "deeps'),

@@ -173,6 +173,16 @@ def test_explain_counts_bytes_and_operations_by_hand() -> None:
     assert "unknown" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "argument"),
+    [((None,), "problem"), ((problem(), "cpu"), "target"), ((problem(), CPU, 3), "bounds")],
+)
+def test_explain_wants_records(given: tuple, argument: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        explain(*given)
+    assert caught.value.argument == argument
+
+
 def test_targets_are_detected_late_and_built_by_hand() -> None:
     here = Target.detect("cpu")
     assert here.vendor == "cpu"

@@ -173,6 +173,19 @@ def _decode(
     step: PagedStep,
     scaling: float,
 ) -> torch.Tensor:
+    # the pool has the query's dtype, and all of this stays in it: autocast would turn one half of the query only
+    with torch.autocast(query.device.type, enabled=False):
+        return _decode_uncast(module, settings, query, pool, step, scaling)
+
+
+def _decode_uncast(
+    module: MLAAttention,
+    settings: AttentionSettings,
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    step: PagedStep,
+    scaling: float,
+) -> torch.Tensor:
     w_uk, w_uv = absorbed_weights(module, query.dtype, query.device)
     q_latent, q_rope = absorb_query(query, w_uk)
     here = step.on(query.device)

@@ -79,7 +79,7 @@ def enable(model: Model, *, backend: str | None = None, absorb_below: int | None
     new = [module for module in modules if settings_of(module) is None]
     if new or not modules:
         check_modules(model, new)
-    _set_attention(model, new)
+    _set_attention(model, modules)
     for module in modules:
         settings = AttentionSettings(backend, absorb_below)
         vars(module).update({SETTINGS_ATTRIBUTE: settings, "expand_kv": keep_compressed})
@@ -112,13 +112,19 @@ def disable(model: Model) -> Model:
 def is_enabled(model: nn.Module) -> bool:
     """Whether ``model`` has MLA attentions and all of them are enabled."""
     modules = find_mla_modules(model)
-    return bool(modules) and all(settings_of(module) is not None for module in modules)
+    enabled = bool(modules) and all(settings_of(module) is not None for module in modules)
+    return enabled and all(module.config._attn_implementation == ATTENTION_NAME for module in modules)
 
 
 def _set_attention(model: nn.Module, modules: list[MLAAttention]) -> None:
     changed: list[PreTrainedModel] = []
     for owner in owners_of(model, modules):
         previous = owner.config._attn_implementation
+        if previous == ATTENTION_NAME and not hasattr(owner, _PREVIOUS):
+            for earlier in changed:
+                _restore_attention(earlier)
+            wanted = "a model with a configuration of its own (copy.deepcopy(config) before the model is made)"
+            raise Unsupported("shared_config", "model", wanted, "one that another enabled model holds too")
         owner.set_attn_implementation(ATTENTION_NAME)
         if owner.config._attn_implementation != ATTENTION_NAME:
             for earlier in changed:

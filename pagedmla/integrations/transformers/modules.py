@@ -168,8 +168,10 @@ def _expands_as_expected(module: MLAAttention) -> bool:
     rank, rope_dim, nope = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim
     made_up = torch.sin(torch.arange(2 * (rank + rope_dim), device=like.device).float()).to(like.dtype)
     latent, rope = made_up.view(1, 1, 2, -1).split([rank, rope_dim], dim=-1)
-    key, value = module.expand_kv(latent, rope)
-    heads = module.kv_b_proj(latent).view(1, 2, -1, nope + module.v_head_dim).transpose(1, 2)
+    # in the weights' own dtype, also when the caller enables under autocast
+    with torch.autocast(like.device.type, enabled=False):
+        key, value = module.expand_kv(latent, rope)
+        heads = module.kv_b_proj(latent).view(1, 2, -1, nope + module.v_head_dim).transpose(1, 2)
     expected_key = torch.cat([heads[..., :nope], rope.expand(-1, heads.shape[1], -1, -1)], dim=-1)
     pairs = ((key, expected_key), (value, heads[..., nope:]))
     return all(found.shape == expected.shape and _close(found, expected) for found, expected in pairs)

@@ -155,6 +155,9 @@ class HostItemGroup(ItemGroup):
             return None
         start, stop = self._ranges[0]
         first = start + number * self.kv_block
+        if first >= stop:
+            # an empty split: its block is read as dead keys, like that of one item among many
+            return None
         return self._units[0].sequence, first, min(first + self.kv_block, stop)
 
     def hides_keys(self, number: int) -> bool:

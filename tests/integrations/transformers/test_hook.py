@@ -300,3 +300,52 @@ def test_an_enabled_model_is_freed_with_its_last_user(tiny_model: Callable) -> N
         assert (freed[0]() is None) == (freed[1]() is None)
     finally:
         gc.enable()
+
+
+def test_a_configuration_shared_with_an_enabled_model_is_refused_and_harms_neither(
+    tiny_model: Callable, padded_prompts: Callable, generate: Callable
+) -> None:
+    first = tiny_model("deepseek_v3")
+    second, inputs = type(first)(first.config).eval(), padded_prompts((9, 4))
+    stock = generate(second, inputs, 6)
+    enable(first)
+    with pytest.raises(Unsupported) as caught:
+        enable(second)
+    assert caught.value.code == "shared_config"
+    assert traces(second) == []
+    generate(first, inputs, 6)
+    disable(first)
+    assert torch.equal(generate(second, inputs, 6).logprobs, stock.logprobs)
+    enable(second)
+    assert generate(second, inputs, 6).tokens.tolist() == stock.tokens.tolist()
+    disable(second)
+
+
+def test_enabling_again_repairs_what_another_choice_of_attention_undid(
+    tiny_model: Callable, padded_prompts: Callable, generate: Callable
+) -> None:
+    model, inputs = tiny_model("deepseek_v3"), padded_prompts((9, 4))
+    stock = generate(model, inputs, 6)
+    enable(model)
+    model.set_attn_implementation("eager")
+    assert not is_enabled(model)
+    enable(model)
+    assert is_enabled(model)
+    assert generate(model, inputs, 6).tokens.tolist() == stock.tokens.tolist()
+    disable(model)
+    assert model.config._attn_implementation == "eager"
+    assert traces(model) == []
+
+
+def test_autocast_runs_where_stock_does(family: str, tiny_model: Callable) -> None:
+    model = tiny_model(family)
+    ids = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(4))
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = model.generate(ids, **arguments, return_dict_in_generate=True, output_logits=True)
+        enable(model)
+        ours = model.generate(ids, **arguments, return_dict_in_generate=True, output_logits=True)
+    # both round to 8 bits in many places: the first step's logits agree to a few of those roundings
+    spread = stock.logits[0].float().std()
+    assert torch.isfinite(ours.logits[-1]).all()
+    assert (ours.logits[0].float() - stock.logits[0].float()).abs().max() < 0.1 * spread

@@ -1,0 +1,76 @@
+"""Which tensors may lie on which: an output must be memory of its own, or rows are overwritten before they are read."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedmla.contract.arguments import DecodeArguments
+from pagedmla.contract.errors import InvalidArgument
+
+
+def check_memory(args: DecodeArguments, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Refuses outputs and workspaces that lie on an input or on each other, and outputs that lie on themselves.
+
+    Looks at addresses only, so it is for real tensors.  It is exact: views of one buffer that interleave without sharing a
+    byte are fine.  Tensors far apart cost a comparison of two ranges each.
+
+    Raises:
+        InvalidArgument: names the tensor that would be written and what it lies on.
+    """
+    written = {"out": out, "lse": lse}
+    if args.workspace is not None:
+        written["workspace"] = args.workspace
+    read = {"q": args.q, "q_pe": args.q_pe, "kv_cache": args.kv_cache, "block_table": args.block_table}
+    read |= {"seq_lens": args.seq_lens, "cu_seqlens_q": args.cu_seqlens_q}
+    checked: dict[str, torch.Tensor | None] = dict(read)
+    for name, tensor in written.items():
+        if _overlaps_itself(tensor):
+            got = f"strides {tuple(tensor.stride())} for {list(tensor.shape)}"
+            raise InvalidArgument("overlap", name, "memory of its own for every element", got)
+        for other_name, other in checked.items():
+            if other is not None and _share_memory(tensor, other):
+                raise InvalidArgument(
+                    "overlap", name, f"memory apart from {other_name}'s", "overlapping memory"
+                )
+        checked[name] = tensor
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
+        return False
+    (a_first, a_end), (b_first, b_end) = _byte_range(a), _byte_range(b)
+    if a_end <= b_first or b_end <= a_first:
+        return False
+    a_starts, a_width = _pieces(a)
+    b_starts, b_width = _pieces(b)
+    # for each piece of a, the last piece of b that starts at or before it, and the first one after it
+    at = torch.searchsorted(b_starts, a_starts, right=True)
+    before = (at > 0) & (b_starts[(at - 1).clamp(min=0)] + b_width > a_starts)
+    after = (at < b_starts.numel()) & (b_starts[at.clamp(max=b_starts.numel() - 1)] < a_starts + a_width)
+    return bool((before | after).any())
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    if tensor.numel() < 2 or tensor.is_contiguous():
+        return False
+    starts, width = _pieces(tensor)
+    pieces = tensor.numel() * tensor.element_size() // width
+    return starts.numel() < pieces or bool((starts[1:] - starts[:-1] < width).any())
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Addresses of a tensor's contiguous pieces, ascending and each once, and the bytes of a piece."""
+    sizes, steps, width = list(tensor.shape), list(tensor.stride()), 1
+    while sizes and (sizes[-1] == 1 or steps[-1] == width):
+        width *= sizes.pop()
+        steps.pop()
+    starts = torch.zeros((), dtype=torch.int64, device="cpu")
+    for size, step in zip(sizes, steps, strict=True):
+        starts = starts[..., None] + torch.arange(size, device="cpu") * step
+    addresses = starts.flatten() * tensor.element_size() + tensor.data_ptr()
+    return addresses.unique(), width * tensor.element_size()
