@@ -180,12 +180,17 @@ def _check_scales(args: DecodeArguments, layout: KVLayout) -> None:
             continue
         if not takes_scale:
             raise InvalidArgument("scale", name, f"None for {holder}: only fp8 numbers are scaled", "a scale")
-        if isinstance(scale, torch.Tensor):
-            if scale.numel() != 1:
-                raise InvalidArgument("shape", name, "one element", str(list(scale.shape)))
-            expect(scale, name, tuple(scale.shape), (torch.float32,), args.q.device)
-        else:
-            check_scale_number(name, scale)
+        check_scale(name, scale, args.q.device)
+
+
+def check_scale(name: str, scale: object, device: torch.device) -> None:
+    """Raises InvalidArgument unless ``scale`` is a number in range, or f32 of one element on ``device`` (not read)."""
+    if not isinstance(scale, torch.Tensor):
+        check_scale_number(name, scale)
+    elif scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
+        wanted = f"a float32 tensor of one element on {device}"
+        got = f"{scale.dtype} of shape {list(scale.shape)} on {scale.device}"
+        raise InvalidArgument("scale", name, wanted, got)
 
 
 def check_scale_number(name: str, scale: object) -> float:
@@ -212,15 +217,5 @@ def _check_outputs(args: DecodeArguments, out: torch.Tensor | None, lse: torch.T
             args.q.device,
             inner_stride=True,
         )
-        _refuse_overlap("out", out)
     if lse is not None:
         expect(lse, "lse", rows, (torch.float32,), args.q.device)
-        _refuse_overlap("lse", lse)
-
-
-def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
-    # an expanded tensor has one memory cell for many rows: they would overwrite each other
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise InvalidArgument(
-            "stride", name, "memory of its own for every element", f"strides {tuple(tensor.stride())}"
-        )

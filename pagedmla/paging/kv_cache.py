@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from pagedmla.contract.arguments import check_scale_number, expect
+from pagedmla.contract.arguments import check_scale, expect
 from pagedmla.contract.errors import InvalidArgument, Unsupported
 from pagedmla.contract.kv_layout import KV_LAYOUTS, KVLayout, layout_of_dtype
-from pagedmla.paging.quantization import check_scale_tensor, quantize
+from pagedmla.paging.quantization import quantize
 
 
 def allocate(
@@ -225,10 +225,8 @@ def _scale_of(
         return 1.0
     if not layout.scaled:
         raise InvalidArgument("scale", "kv_scale", f"None for a {layout.name} cache", "a scale")
-    if isinstance(kv_scale, torch.Tensor):
-        check_scale_tensor("kv_scale", kv_scale, device)
-        return kv_scale.reshape(())
-    return check_scale_number("kv_scale", kv_scale)
+    check_scale("kv_scale", kv_scale, device)
+    return kv_scale.reshape(()) if isinstance(kv_scale, torch.Tensor) else float(kv_scale)
 
 
 def _slots_on_host(kv_cache: torch.Tensor) -> bool:

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagedmla.contract.errors import InvalidArgument
 from pagedmla.contract.kv_layout import KVLayout
-
-
-def check_scale_tensor(name: str, scale: torch.Tensor, device: torch.device) -> None:
-    """Raises InvalidArgument unless ``scale`` is f32[1] or f32[] on ``device``.  Its value is not read."""
-    wanted = f"a float32 tensor of one element on {device}"
-    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
-        raise InvalidArgument(
-            "scale", name, wanted, f"{scale.dtype} of shape {tuple(scale.shape)} on {scale.device}"
-        )
 
 
 def quantize(values: torch.Tensor, layout: KVLayout, scale: torch.Tensor | float) -> torch.Tensor:

@@ -175,30 +175,19 @@ def _decode(
 ) -> torch.Tensor:
     # the pool has the query's dtype, and all of this stays in it: autocast would turn one half of the query only
     with torch.autocast(query.device.type, enabled=False):
-        return _decode_uncast(module, settings, query, pool, step, scaling)
-
-
-def _decode_uncast(
-    module: MLAAttention,
-    settings: AttentionSettings,
-    query: torch.Tensor,
-    pool: torch.Tensor,
-    step: PagedStep,
-    scaling: float,
-) -> torch.Tensor:
-    w_uk, w_uv = absorbed_weights(module, query.dtype, query.device)
-    q_latent, q_rope = absorb_query(query, w_uk)
-    here = step.on(query.device)
-    out_latent, _ = pagedmla.decode(
-        (q_latent, q_rope),
-        pool,
-        here.block_table,
-        here.seq_lens,
-        softmax_scale=float(scaling),
-        kv_lora_rank=module.kv_lora_rank,
-        backend=settings.backend,
-    )
-    return project_output(out_latent, w_uv, query.shape[0])
+        w_uk, w_uv = absorbed_weights(module, query.dtype, query.device)
+        q_latent, q_rope = absorb_query(query, w_uk)
+        here = step.on(query.device)
+        out_latent, _ = pagedmla.decode(
+            (q_latent, q_rope),
+            pool,
+            here.block_table,
+            here.seq_lens,
+            softmax_scale=float(scaling),
+            kv_lora_rank=module.kv_lora_rank,
+            backend=settings.backend,
+        )
+        return project_output(out_latent, w_uv, query.shape[0])
 
 
 def _attend_gathered(
