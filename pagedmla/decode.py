@@ -42,6 +42,7 @@ def decode(
     num_kv_splits: int | None = None,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
+    max_q_len: int | None = None,
     validate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Paged MLA decode attention with absorbed projections (DeepSeek-V2, section 2.1 and its appendix on absorption).
@@ -64,6 +65,8 @@ def decode(
         backend, schedule, num_kv_splits: None lets the support table choose; a value is taken, or refused with the reason.
         batch_invariant: a row's bits do not depend on the other rows of the call.
         workspace: uint8 [at least workspace_size(...)] for intermediates.
+        max_q_len: with cu_seqlens_q, the most query tokens of one sequence, where the caller knows: a kernel made for so many
+            may run.  A sequence that has more on the device than was said gets unspecified rows.
         validate: read the device's values and report the first one out of range; for debugging, it waits for the device.
 
     Returns:
@@ -95,6 +98,7 @@ def decode(
         None if num_kv_splits is None else _count("num_kv_splits", num_kv_splits),
         _flag("batch_invariant", batch_invariant),
         workspace,
+        None if max_q_len is None else _count("max_q_len", max_q_len),
         _flag("validate", validate),
     )
     if out is None and lse is None:

@@ -22,12 +22,13 @@ from pagedmla.contract.problem import out_dtype_of
 from pagedmla.contract.support import check_backend_name, choose_backend
 from pagedmla.contract.target import Target
 from pagedmla.contract.values import check_values
+from pagedmla.paging import device_kernels
 
 _DECODE_ARGUMENTS = (
     "Tensor q, Tensor? q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q, "
     "float softmax_scale, bool causal, int kv_lora_rank, float? q_scale, Tensor? q_scale_tensor, float? kv_scale, "
     "Tensor? kv_scale_tensor, str? backend, str? schedule, int? num_kv_splits, bool batch_invariant, "
-    "Tensor(w!)? workspace, bool validate"
+    "Tensor(w!)? workspace, int? max_q_len, bool validate"
 )
 
 _library = torch.library.Library("pagedmla", "DEF")
@@ -55,6 +56,7 @@ def _arguments(
     num_kv_splits: int | None,
     batch_invariant: bool,
     workspace: torch.Tensor | None,
+    max_q_len: int | None,
     validate: bool,
 ) -> tuple[DecodeArguments, str | None, bool]:
     args = DecodeArguments(
@@ -73,6 +75,7 @@ def _arguments(
         num_kv_splits=num_kv_splits,
         batch_invariant=batch_invariant,
         workspace=workspace,
+        max_q_len=max_q_len,
     )
     return args, backend, validate
 
@@ -144,13 +147,17 @@ def check_states(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> None:
 
 def _merge_states(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     check_states(outs, lses)
-    accumulator = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
-    with torch.no_grad(), torch.autocast(outs[0].device.type, enabled=False):
-        # plain tensor arithmetic that every device has: there is no backend to choose
+    dtype, device = outs[0].dtype, outs[0].device
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        if accumulator == torch.float32 and device_kernels.kernels_for(device) is not None:
+            # one launch; the states are read in their own dtype
+            return kernels.load("triton").merge_states(outs, lses)
+        # plain tensor arithmetic, which every device has
         out, lse = kernels.load("torch").merge_states(
             [out.to(accumulator) for out in outs], [lse.to(accumulator) for lse in lses]
         )
-    return out.to(outs[0].dtype), lse.to(lses[0].dtype)
+    return out.to(dtype), lse.to(lses[0].dtype)
 
 
 def _merge_states_fake(

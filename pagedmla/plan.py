@@ -127,6 +127,7 @@ class DecodePlan:
             num_kv_splits=problem.num_kv_splits,
             batch_invariant=problem.batch_invariant,
             workspace=self.workspace,
+            max_q_len=problem.max_q_len,
         )
 
     def _check_run(self, q: Query, kv_cache: torch.Tensor) -> None:

@@ -105,8 +105,9 @@ def arguments(
     poison: str = "nan",
     spare_pages: int = 4,
     spare_columns: int = 2,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """Lays ``batch`` out in permuted pages with poison around them; returns the keyword arguments of a decode."""
+    """Lays ``batch`` out in permuted pages with poison around them; returns the keyword arguments of a decode on ``device``."""
     generator = torch.Generator().manual_seed(layout_seed)
     counts = [-(-length // page_size) for length in batch.seq_lens]
     num_pages = sum(counts) + spare_pages
@@ -120,7 +121,7 @@ def arguments(
             page = next(pages)
             table[sequence, column] = page
             cache[page, : len(chunk)] = chunk
-    return {
+    call: dict[str, Any] = {
         "q": torch.cat(batch.queries),
         "kv_cache": cache,
         "block_table": table,
@@ -132,35 +133,38 @@ def arguments(
         "q_scale": batch.q_scale,
         "kv_scale": batch.kv_scale,
     }
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
 
 
 def decode(
     batch: Batch, page_size: int = 16, *, layout: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Runs the torch backend on one layout of ``batch``; ``options`` go to ``pagedmla.decode``."""
+    """Runs one layout of ``batch``, by the torch backend unless told; ``options`` go to ``pagedmla.decode``."""
     call = arguments(batch, page_size, **(layout or {}))
     return run(call, **options)
 
 
 def run(call: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
-    """``pagedmla.decode`` with the torch backend and keyword arguments, some of them replaced."""
+    """``pagedmla.decode`` with keyword arguments, some of them replaced; the torch backend unless another is named."""
     positional = ("q", "kv_cache", "block_table", "seq_lens")
     merged = {"backend": "torch"} | call | options
     tensors = [merged.pop(name) for name in positional]
     return pagedmla.decode(*tensors, **merged)
 
 
-def expect(call: dict[str, Any], out_dtype: torch.dtype | None = None) -> numerics.Expected:
-    """The oracle's result for a call, with the bound."""
+def expect(
+    call: dict[str, Any], out_dtype: torch.dtype | None = None, p_dtype: torch.dtype = torch.float32
+) -> numerics.Expected:
+    """The oracle's result for a call, with the bound for softmax weights that are rounded to ``p_dtype``."""
     first = call["q"][0] if isinstance(call["q"], tuple) else call["q"]
     if out_dtype is None:
         out_dtype = torch.bfloat16 if first.dtype.itemsize == 1 else first.dtype
-    return numerics.expect(**call, out_dtype=out_dtype)
+    return numerics.expect(**call, out_dtype=out_dtype, p_dtype=p_dtype)
 
 
-def check(result: tuple[Tensor, Tensor], call: dict[str, Any]) -> None:
+def check(result: tuple[Tensor, Tensor], call: dict[str, Any], p_dtype: torch.dtype = torch.float32) -> None:
     """Asserts that a result is within the derived bound of the oracle."""
-    comparison = numerics.compare(*result, expect(call))
+    comparison = numerics.compare(*result, expect(call, p_dtype=p_dtype))
     assert comparison.passed, comparison.detail
 
 

@@ -13,6 +13,10 @@ from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
 
+if not torch.cuda.is_available():
+    # Triton's kernels are interpreted on the CPU; it reads this when a kernel is declared, so before any import of one
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # pytest's importlib mode leaves sys.path alone; the helpers (batches.py, strategies.py) are plain modules here
 sys.path.insert(0, str(TESTS))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from pagedmla.cli import support_page
+from pagedmla.contract.support import refusals
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -51,6 +53,16 @@ def test_the_readme_decode_example_runs_and_is_right(capsys: pytest.CaptureFixtu
     torch.testing.assert_close(names["out"][1].double(), weights @ keys[:, :512], rtol=0.02, atol=0.02)  # type: ignore[index]
 
 
+@pytest.fixture
+def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The page is about machines as users have them; these tests interpret Triton's kernels."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    refusals.cache_clear()
+    yield
+    refusals.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_interpreter")
 def test_the_support_page_is_what_the_table_prints() -> None:
     committed = (ROOT / support_page.DEFAULT_FILE).read_text()
     assert committed == support_page.support_page(), "run: python -m pagedmla.cli.support_page"

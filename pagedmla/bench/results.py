@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,25 @@ import torch
 from pagedmla.bench.machine import machine_line, versions
 
 
-def write_result(path: Path, figures: dict[str, Any], device: torch.device | str = "cpu") -> None:
+def write_result(
+    path: Path,
+    figures: dict[str, Any],
+    device: torch.device | str = "cpu",
+    command: Sequence[str] | None = None,
+) -> None:
     """Writes ``figures`` with what is needed to read them, as JSON.
 
     Args:
         path: the file; its folder is made.
         figures: what was measured; every number's unit is in its key.
         device: the device that the figures are of.
+        command: words after ``python`` that print them again; left out: those of this process.
     """
     document = {
         "date": date.today().isoformat(),
         "machine": machine_line(device),
         "versions": versions(),
-        "command": "python " + shlex.join(_without_destination(sys.argv)),
+        "command": "python " + shlex.join(_without_destination(sys.argv) if command is None else command),
         **figures,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,12 @@ class StepTime:
     fastest_us: float
     median_us: float
     slowest_us: float
+
+    @classmethod
+    def of(cls, rounds_us: Sequence[float]) -> StepTime:
+        """From the microseconds a step of each round."""
+        ordered = sorted(rounds_us)
+        return cls(ordered[0], ordered[len(ordered) // 2], ordered[-1])
 
 
 def time_step(
@@ -40,5 +46,27 @@ def time_step(
         if on_gpu:
             torch.cuda.synchronize(device)
         found.append((time.perf_counter() - start) / steps * 1e6)
-    ordered = sorted(found[1:])
-    return StepTime(ordered[0], ordered[len(ordered) // 2], ordered[-1])
+    return StepTime.of(found[1:])
+
+
+def time_host(
+    step: Callable[[], object], device: torch.device | str, *, calls: int = 20, rounds: int = 7
+) -> StepTime:
+    """Times what a call costs the host: the clock stops when the last call returns, before the device is waited for.
+
+    Args:
+        step: one call.
+        device: a CUDA device is waited for between the rounds, so that its queue is never full.
+        calls: calls a round; few enough that all of them fit in the device's queue.
+        rounds: how often, after one that does not count.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    found = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        for _ in range(calls):
+            step()
+        found.append((time.perf_counter() - start) / calls * 1e6)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    return StepTime.of(found[1:])

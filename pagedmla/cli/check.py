@@ -27,7 +27,7 @@ def check(
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; left out: cuda if there is one.")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Check this backend only; left out: every one that is built.")
+        str | None, typer.Option(help="Check this backend only; left out: every one that may be chosen here.")
     ] = None,
     name_filter: Annotated[
         str, typer.Option("--filter", "-k", metavar="TEXT", help="Only cases whose name contains TEXT.")
@@ -59,7 +59,7 @@ def check(
 
 
 def select_jobs(device: torch.device, backend: str | None, name_filter: str, limit: int | None) -> list[Job]:
-    """The cases to run on ``device``, each with the backend to run it.
+    """The cases to run on ``device``, each with the backend to run it; without a name, those that may be chosen there.
 
     Raises:
         InvalidArgument: no backend is called ``backend``.
@@ -70,7 +70,8 @@ def select_jobs(device: torch.device, backend: str | None, name_filter: str, lim
 
     check_backend_name(backend)
     target = Target.detect(device)
-    names = list(BACKENDS) if backend is None else [backend]
+    may_be_chosen = [name for name, row in BACKENDS.items() if target.vendor not in row.named_only_on]
+    names = may_be_chosen if backend is None else [backend]
     jobs = [(name, case) for name in names for case in cases_for(target, name) if name_filter in case.name]
     if limit is None or len(jobs) <= limit:
         return jobs

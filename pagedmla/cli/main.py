@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 import pagedmla
+from pagedmla.cli.bench import bench
 from pagedmla.cli.check import check
+from pagedmla.cli.compile import compile
 from pagedmla.cli.generate import generate
 from pagedmla.cli.info import info
 
@@ -21,6 +23,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(info)
 app.command()(check)
+app.command()(bench)
+app.command()(compile)
 
 
 def _print_version(wanted: bool) -> None:

@@ -15,6 +15,8 @@ from pagedmla.conformance import numerics
 from pagedmla.conformance.cases import Case
 from pagedmla.conformance.inputs import Inputs, build_inputs
 from pagedmla.contract.errors import PagedMLAError
+from pagedmla.contract.support import BACKENDS, choose_backend
+from pagedmla.contract.target import Target
 
 Decode = Callable[..., tuple[Tensor, Tensor]]
 
@@ -45,7 +47,7 @@ def run_case(
     device: torch.device | str,
     backend: str | None,
     decode: Decode | None = None,
-    p_dtype: torch.dtype = torch.float32,
+    p_dtype: torch.dtype | None = None,
 ) -> CaseResult:
     """Checks one case.
 
@@ -57,7 +59,8 @@ def run_case(
         device: where.
         backend: name of the backend, or None for the choice.
         decode: the function under test, with ``pagedmla.decode``'s signature; that one when left out.
-        p_dtype: dtype that the kernel rounds softmax weights to.
+        p_dtype: dtype that the kernel rounds softmax weights to.  Left out: what the support table says of the backend, and
+            float32 for a ``decode`` of unknown backend.
     """
     call = decode if decode is not None else pagedmla.decode
     seed = zlib.crc32(case.name.encode())
@@ -69,6 +72,11 @@ def run_case(
         again = _call(call, case, other, backend)
     except (PagedMLAError, RuntimeError) as error:
         return CaseResult(case, False, math.nan, math.inf, math.nan, f"{type(error).__name__}: {error}")
+    if p_dtype is None:
+        p_dtype = torch.float32
+        if backend is not None or decode is None:
+            name = choose_backend(case.problem, Target.detect(device), backend)
+            p_dtype = BACKENDS[name].p_dtype(case.problem)
     comparison = numerics.compare(out, lse, _expect(case, inputs, p_dtype))
     detail = (
         _misplaced(inputs, out, lse)

@@ -35,6 +35,7 @@ class DecodeArguments:
     num_kv_splits: int | None = None
     batch_invariant: bool = False
     workspace: torch.Tensor | None = None
+    max_q_len: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -63,9 +64,21 @@ class DecodeArguments:
             return None
         return self.num_tokens // self.num_seqs if self.num_seqs else 0
 
+    @property
+    def most_query_tokens(self) -> int:
+        """Query tokens of one sequence, at most: as far as the host knows, all of them."""
+        known = self.even_q_len if self.even_q_len is not None else self.max_q_len
+        return self.num_tokens if known is None else known
+
+    @property
+    def rows_hint(self) -> int:
+        """(query token, head) pairs of a sequence: at most where the host knows, else of an average one."""
+        known = self.even_q_len if self.even_q_len is not None else self.max_q_len
+        average = -(-self.num_tokens // max(1, self.num_seqs))
+        return self.num_heads * (average if known is None else known)
+
     def problem(self) -> DecodeProblem:
         """The static half of the call.  For ragged queries ``max_q_len`` is what the host can know: every token in one."""
-        q_len = self.even_q_len
         return DecodeProblem(
             num_heads=self.num_heads,
             softmax_scale=self.softmax_scale,
@@ -74,7 +87,7 @@ class DecodeArguments:
             page_size=self.kv_cache.shape[1],
             q_dtype=self.q.dtype,
             kv_layout=layout_of_dtype(self.kv_cache.dtype).name,
-            max_q_len=max(1, self.num_tokens if q_len is None else q_len),
+            max_q_len=max(1, self.most_query_tokens),
             causal=self.causal,
             schedule=self.schedule,
             num_kv_splits=self.num_kv_splits,
@@ -94,6 +107,7 @@ def check_arguments(
     _check_query(args)
     layout = _check_cache(args)
     _check_tables(args)
+    _check_most_query_tokens(args)
     _check_scales(args, layout)
     _check_outputs(args, out, lse)
     if args.workspace is not None:
@@ -169,6 +183,17 @@ def _check_tables(args: DecodeArguments) -> None:
     elif args.num_tokens % args.num_seqs if args.num_seqs else args.num_tokens:
         wanted = f"the same number of query tokens for each of {args.num_seqs} sequences, or cu_seqlens_q"
         raise InvalidArgument("num_tokens", "q", wanted, f"{args.num_tokens} tokens")
+
+
+def _check_most_query_tokens(args: DecodeArguments) -> None:
+    if args.max_q_len is None or args.even_q_len is None or args.even_q_len <= args.max_q_len:
+        return
+    raise InvalidArgument(
+        "max_q_len",
+        "max_q_len",
+        f"at least the {args.even_q_len} query tokens of every sequence",
+        str(args.max_q_len),
+    )
 
 
 def _check_scales(args: DecodeArguments, layout: KVLayout) -> None:

@@ -22,29 +22,35 @@ def check_memory(args: DecodeArguments, out: torch.Tensor, lse: torch.Tensor) ->
         written["workspace"] = args.workspace
     read = {"q": args.q, "q_pe": args.q_pe, "kv_cache": args.kv_cache, "block_table": args.block_table}
     read |= {"seq_lens": args.seq_lens, "cu_seqlens_q": args.cu_seqlens_q}
-    checked: dict[str, torch.Tensor | None] = dict(read)
+    # where each tensor lies is worked out once: this runs in every call
+    checked = [(name, tensor, _byte_range(tensor)) for name, tensor in read.items() if tensor is not None]
     for name, tensor in written.items():
         if _overlaps_itself(tensor):
             got = f"strides {tuple(tensor.stride())} for {list(tensor.shape)}"
             raise InvalidArgument("overlap", name, "memory of its own for every element", got)
-        for other_name, other in checked.items():
-            if other is not None and _share_memory(tensor, other):
+        first, end = _byte_range(tensor)
+        for other_name, other, (other_first, other_end) in checked:
+            if end > other_first and other_end > first and _share_memory(tensor, other):
                 raise InvalidArgument(
                     "overlap", name, f"memory apart from {other_name}'s", "overlapping memory"
                 )
-        checked[name] = tensor
+        checked.append((name, tensor, (first, end)))
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    """The first address of ``tensor`` and the one past its last, in bytes; nothing for one without elements."""
+    first = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return first, first
+    last = 0
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * step
+    return first, first + (last + 1) * tensor.element_size()
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
-        return False
-    (a_first, a_end), (b_first, b_end) = _byte_range(a), _byte_range(b)
-    if a_end <= b_first or b_end <= a_first:
+    if a.device != b.device:
+        # addresses of different devices have nothing to do with each other
         return False
     a_starts, a_width = _pieces(a)
     b_starts, b_width = _pieces(b)

@@ -9,15 +9,18 @@ feature, change the rule here; the tests, docs and messages follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
+from pagedmla.contract import rules_torch, rules_triton
 from pagedmla.contract.errors import InvalidArgument, Unsupported
 from pagedmla.contract.kv_layout import KV_LAYOUTS
 from pagedmla.contract.problem import DecodeProblem
+from pagedmla.contract.rules import Rule
 from pagedmla.contract.target import Target
 
 
@@ -45,10 +48,6 @@ class Refusal:
         )
 
 
-Rule = Callable[[DecodeProblem, Target], "tuple[str, str, str, str] | None"]
-"""(problem, target) -> None, or (code, argument, wanted, got)."""
-
-
 @dataclass(frozen=True)
 class BackendSupport:
     """A backend's row of the table.
@@ -57,59 +56,35 @@ class BackendSupport:
         name: the word that ``backend=`` takes.
         summary: one line for people.
         rules: all are asked; every one that answers is a refusal.
+        named_only_on: vendors where it runs when it is named, and is never chosen.
+        weights: the dtype that it rounds softmax weights to before they meet the values, ``"float32"`` or ``"kv_cache"``:
+            the cache's.  It is part of the error bound.
     """
 
     name: str
     summary: str
     rules: tuple[Rule, ...]
+    named_only_on: tuple[str, ...] = ()
+    weights: Literal["float32", "kv_cache"] = "float32"
 
-
-# (q dtype, cache layout) pairs whose product the torch kernel forms exactly in float32
-_TORCH_DTYPE_PAIRS: tuple[tuple[torch.dtype, str], ...] = (
-    (torch.bfloat16, "bf16"),
-    (torch.float16, "fp16"),
-    (torch.float32, "fp32"),
-    (torch.bfloat16, "fp8_per_tensor"),
-    (torch.float16, "fp8_per_tensor"),
-    (torch.float32, "fp8_per_tensor"),
-    (torch.float8_e4m3fn, "fp8_per_tensor"),
-    (torch.bfloat16, "fp8_fnuz_per_tensor"),
-    (torch.float16, "fp8_fnuz_per_tensor"),
-    (torch.float32, "fp8_fnuz_per_tensor"),
-    (torch.float8_e4m3fnuz, "fp8_fnuz_per_tensor"),
-)
-
-
-def _torch_dtypes(problem: DecodeProblem, target: Target) -> tuple[str, str, str, str] | None:
-    if (problem.q_dtype, problem.kv_layout) in _TORCH_DTYPE_PAIRS:
-        return None
-    for_query = [layout for dtype, layout in _TORCH_DTYPE_PAIRS if dtype == problem.q_dtype]
-    return (
-        "dtype_pair",
-        "kv_cache",
-        f"for q of {problem.q_dtype}: " + " or ".join(for_query),
-        problem.kv_layout,
-    )
-
-
-def _torch_schedule(problem: DecodeProblem, target: Target) -> tuple[str, str, str, str] | None:
-    if problem.schedule in (None, "split"):
-        return None
-    return "schedule", "schedule", "None or 'split'", repr(problem.schedule)
-
-
-def _invariant_splits(problem: DecodeProblem, target: Target) -> tuple[str, str, str, str] | None:
-    if not problem.batch_invariant or problem.num_kv_splits is None:
-        return None
-    # the invariant mode owns the split size: a count would make it depend on the row's length
-    return "num_kv_splits", "num_kv_splits", "None together with batch_invariant", str(problem.num_kv_splits)
+    def p_dtype(self, problem: DecodeProblem) -> torch.dtype:
+        """The dtype that softmax weights are rounded to for ``problem``."""
+        return torch.float32 if self.weights == "float32" else problem.layout.dtype
 
 
 BACKENDS: dict[str, BackendSupport] = {
+    "triton": BackendSupport(
+        "triton",
+        "one Triton source for every GPU that Triton reaches",
+        rules_triton.RULES,
+        # Triton's interpreter is for checking values, thousands of times slower than torch
+        named_only_on=("cpu",),
+        weights="kv_cache",
+    ),
     "torch": BackendSupport(
         "torch",
         "plain torch operations; any device that torch has",
-        (_torch_dtypes, _torch_schedule, _invariant_splits),
+        rules_torch.RULES,
     ),
 }
 """Every backend that is built, best first: the first one without a refusal is chosen."""
@@ -143,7 +118,8 @@ def choose_backend(problem: DecodeProblem, target: Target, backend: str | None =
     """
     check_backend_name(backend)
     reasons: list[Refusal] = []
-    for name in [backend] if backend is not None else BACKENDS:
+    chosen_among = [name for name, row in BACKENDS.items() if target.vendor not in row.named_only_on]
+    for name in [backend] if backend is not None else chosen_among:
         found = refusals(problem, target, name)
         if not found:
             return name

@@ -75,6 +75,25 @@ class Target:
         return f"{self.name or self.arch} ({self.vendor} {self.arch}, {self.compute_units} compute units)"
 
 
+# One well-known part of each architecture, so that what is chosen for it can be asked and compiled without it.  Shared memory:
+# CUDA C++ Programming Guide, table of compute capabilities (a block's opt-in maximum: the multiprocessor's less 1 KiB); AMD
+# CDNA3 and CDNA4 instruction set guides, local data share.  What detect() finds on a machine counts there, not this table.
+KNOWN_TARGETS: dict[str, Target] = {
+    target.arch: target
+    for target in (
+        Target("nvidia", "sm_80", 108, 163 * 1024, "NVIDIA A100"),
+        Target("nvidia", "sm_86", 84, 99 * 1024, "NVIDIA A40"),
+        Target("nvidia", "sm_89", 142, 99 * 1024, "NVIDIA L40S"),
+        Target("nvidia", "sm_90", 132, 227 * 1024, "NVIDIA H200"),
+        Target("nvidia", "sm_100", 148, 227 * 1024, "NVIDIA B200"),
+        Target("nvidia", "sm_103", 148, 227 * 1024, "NVIDIA B300"),
+        Target("nvidia", "sm_120", 188, 99 * 1024, "NVIDIA RTX PRO 6000 Blackwell"),
+        Target("amd", "gfx90a", 104, 64 * 1024, "AMD Instinct MI210"),
+        Target("amd", "gfx942", 304, 64 * 1024, "AMD Instinct MI300X"),
+        Target("amd", "gfx950", 256, 160 * 1024, "AMD Instinct MI355X"),
+    )
+}
+
 # (bytes/s of reading permuted pages into shared memory, bf16 matmul FLOP/s on random data), measured on one card each
 _MEASURED_RATES: dict[str, tuple[float, float]] = {"NVIDIA H200": (4.61e12, 795e12)}
 

@@ -47,6 +47,10 @@ def _check_query_starts(args: DecodeArguments) -> None:
             raise InvalidArgument(
                 "query_start", "cu_seqlens_q", wanted, f"{start}..{stop} for sequence {sequence}"
             )
+        if args.max_q_len is not None and stop - start > args.max_q_len:
+            wanted = f"at most max_q_len {args.max_q_len} query tokens a sequence"
+            got = f"{stop - start} for sequence {sequence}"
+            raise InvalidArgument("query_length", "cu_seqlens_q", wanted, got)
 
 
 def _check_live_pages(args: DecodeArguments) -> None:

@@ -17,7 +17,7 @@ from pagedmla.contract.errors import InvalidArgument, Unsupported
 from pagedmla.contract.problem import BatchBounds, DecodeProblem
 from pagedmla.contract.target import Target
 
-MODULES: dict[str, str] = {"torch": "pagedmla.kernels.torch"}
+MODULES: dict[str, str] = {"triton": "pagedmla.kernels.triton", "torch": "pagedmla.kernels.torch"}
 
 
 class Backend(Protocol):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagedmla.contract.problem import DecodeProblem
+from pagedmla.contract.target import KNOWN_TARGETS, Target
 
 _ROWS_OF_A_TILE = 16
 
@@ -89,3 +90,181 @@ def split_count(num_units: int, longest: int, parallel_units: int, smallest_spli
     if num_units < 1 or num_units >= parallel_units:
         return 1
     return max(1, min(-(-parallel_units // num_units), longest // smallest_split))
+
+
+@dataclass(frozen=True)
+class TritonDecodeConfig:
+    """Tile sizes of the Triton decode kernels.
+
+    Attributes:
+        block_m: rows (query token, head) of a row tile.
+        block_n: tokens of a KV tile.
+        keys_on_m: the KV tile is on the matrix unit's M side.
+        num_warps: warps (wavefronts) of a program.
+        num_stages: stages of the software pipeline over KV tiles.
+        programs_per_compute_unit: programs that fit one at a time, so that a persistent grid is resident at once.
+        overlapped_launches: a kernel is launched while the one before it still runs, and waits for its end by itself.
+        invariant_split: tokens of a split in batch-invariant mode; fixed, so that a row's cuts depend on nothing else.
+    """
+
+    block_m: int
+    block_n: int
+    keys_on_m: bool
+    num_warps: int
+    num_stages: int
+    programs_per_compute_unit: int
+    overlapped_launches: bool = False
+    invariant_split: int = 2048
+
+
+@dataclass(frozen=True)
+class TritonMergeConfig:
+    """Tile sizes of the kernel that unites partial states.
+
+    Attributes:
+        block_rows, block_columns: numbers of a program.
+        block_pieces: pieces that are read at a time.
+        in_order: one piece after the other is added; otherwise a program has one row, and adds its pieces as a tree.
+        num_warps: warps of a program.
+    """
+
+    block_rows: int
+    block_columns: int
+    block_pieces: int
+    in_order: bool
+    num_warps: int = 4
+
+
+CAUSAL_END_BLOCK_N = 32
+"""Tokens of a KV tile, at most, where rows of a row tile differ in what they see: such a tile passes through registers."""
+
+# Tuned values: for each family of targets, (most rows of a sequence, config); the first that has room is taken.
+TRITON_DECODE_CONFIGS: dict[str, tuple[tuple[int, TritonDecodeConfig], ...]] = {
+    # Measured on one H200 (docs/benchmarks.md).  16 rows: three KV tiles in flight in one program a multiprocessor beat two
+    # tiles each in two programs.  64 rows, the least that the warpgroup instruction takes: accumulators are half the
+    # registers of 8 warps, the query takes 72 KiB of shared memory, two KV tiles the rest.  17 to 32 rows are faster in it,
+    # half empty, than in tiles of 32 rows, which only the older instruction takes (132 us against 146 at B64 S4096 H32).
+    "sm_90": (
+        (16, TritonDecodeConfig(16, 64, False, 4, 3, 1, True)),
+        (1 << 30, TritonDecodeConfig(64, 64, False, 8, 2, 1, True)),
+    ),
+    # The rows from here to "other" are compiled, not run: the largest tiles of which the compiler keeps the loop over whole KV
+    # tiles in registers, spilling none or a few bytes (`pagedmla compile`; docs/targets.md has the figures).
+    # A tile of 64 tokens spills with 16 rows and 4 warps; 32 in two stages need 55 KiB: two programs share a multiprocessor.
+    # 64 rows, of which the query alone is 72 KiB, leave room for two tiles of 32 tokens, and 136 of 163 KiB go in all.
+    "sm_80": (
+        (16, TritonDecodeConfig(16, 32, False, 4, 2, 2)),
+        (32, TritonDecodeConfig(32, 32, False, 8, 2, 1)),
+        (1 << 30, TritonDecodeConfig(64, 32, False, 8, 2, 1)),
+    ),
+    # 99 KiB: 32 rows and 32 tokens need 100 KiB in the causal end, 64 rows and 16 tokens 104
+    "sm_89": (
+        (16, TritonDecodeConfig(16, 32, False, 4, 2, 1)),
+        (1 << 30, TritonDecodeConfig(32, 16, False, 8, 2, 1)),
+    ),
+    # 64 rows go through tensor memory, whose way back to registers spills 600 bytes and more a thread, and with 64 tokens
+    # need 281 KiB; 32 rows take the older matrix instruction.  93 KiB of 227 leave room for a second program of 16 rows.
+    "sm_100": (
+        (16, TritonDecodeConfig(16, 32, False, 4, 3, 2)),
+        (1 << 30, TritonDecodeConfig(32, 32, False, 8, 2, 1)),
+    ),
+    # 64 KiB of LDS.  Four wavefronts of 64 lanes may use 512 registers a lane each, eight only 256, and nearly all spill.
+    # One stage: a second one's tiles come out of the registers, and spill.  64 rows: the query alone fills the LDS.
+    "gfx942": (
+        (16, TritonDecodeConfig(16, 32, False, 4, 1, 1)),
+        (32, TritonDecodeConfig(32, 16, False, 4, 1, 1)),
+        (1 << 30, TritonDecodeConfig(64, 16, False, 4, 1, 1)),
+    ),
+    # the same with loads that go to LDS directly: a second stage costs no registers
+    "gfx950": (
+        (16, TritonDecodeConfig(16, 32, False, 4, 2, 1)),
+        (32, TritonDecodeConfig(32, 16, False, 4, 2, 1)),
+        (1 << 30, TritonDecodeConfig(64, 16, False, 4, 2, 1)),
+    ),
+    # the smallest tiles, which every accepted target holds: contract/rules_triton.py knows what they need
+    "other": ((1 << 30, TritonDecodeConfig(16, 16, False, 4, 2, 1)),),
+    # the interpreter has no registers and no shared memory to fill; small tiles visit more borders
+    "cpu": (
+        (16, TritonDecodeConfig(16, 32, False, 4, 1, 2)),
+        (32, TritonDecodeConfig(32, 32, True, 4, 1, 2)),
+        (1 << 30, TritonDecodeConfig(64, 32, False, 4, 1, 2)),
+    ),
+}
+
+
+# The same where a KV tile is not within one page.  Each of its tokens has an address of its own then: two programs a
+# multiprocessor hide that work behind each other's loads (102 us against 106 with page 1, 101 against 108 with page 16; one
+# page, 91).
+TRITON_SCATTERED_CONFIGS: dict[str, tuple[tuple[int, TritonDecodeConfig], ...]] = {
+    "sm_90": ((16, TritonDecodeConfig(16, 32, False, 4, 3, 2, True)),),
+}
+
+# architectures that run with another one's row: the same matrix instructions, and at least its shared memory
+_SAME_FAMILY = {
+    "sm_86": "sm_89",
+    "sm_87": "sm_80",
+    "sm_103": "sm_100",
+    "sm_120": "sm_89",
+    "sm_121": "sm_89",
+    "gfx90a": "gfx942",
+    "gfx940": "gfx942",
+    "gfx941": "gfx942",
+}
+
+
+def triton_family(target: Target) -> str:
+    """The row of ``TRITON_DECODE_CONFIGS`` for ``target``."""
+    if target.vendor == "cpu":
+        return "cpu"
+    family = _SAME_FAMILY.get(target.arch, target.arch)
+    part = KNOWN_TARGETS.get(family)
+    if part is None or target.shared_memory_bytes < part.shared_memory_bytes:
+        # a row's tiles are as large as its own part's shared memory allows
+        return "other"
+    return family
+
+
+def triton_decode_configs(problem: DecodeProblem, target: Target) -> tuple[TritonDecodeConfig, ...]:
+    """Every config that ``triton_decode_config`` may pick for ``problem``."""
+    family = TRITON_DECODE_CONFIGS[triton_family(target)]
+    return tuple(dict.fromkeys(triton_decode_config(problem, target, rows) for rows, _ in family))
+
+
+def triton_decode_config(problem: DecodeProblem, target: Target, rows: int) -> TritonDecodeConfig:
+    """The config for sequences of about ``rows`` (query token, head) pairs."""
+    if problem.batch_invariant:
+        # the tiles must not depend on how many query tokens a sequence brings
+        rows = problem.num_heads
+    family = TRITON_DECODE_CONFIGS[triton_family(target)]
+    config = next(config for most_rows, config in family if rows <= most_rows)
+    if problem.page_size % config.block_n:
+        scattered = TRITON_SCATTERED_CONFIGS.get(triton_family(target), ())
+        config = next((other for most_rows, other in scattered if rows <= most_rows), config)
+    if problem.batch_invariant:
+        # a key must be in a tile of the same size whether it is hidden from some rows of the tile, or from none
+        return replace(config, block_n=min(config.block_n, CAUSAL_END_BLOCK_N))
+    return config
+
+
+def padded(columns: int) -> int:
+    """The block that holds ``columns`` numbers: a power of two, 16 at least, which is the matrix unit's step."""
+    return max(16, 1 << (columns - 1).bit_length())
+
+
+def triton_merge_config(problem: DecodeProblem, target: Target, num_rows: int) -> TritonMergeConfig:
+    """The merge of ``num_rows`` rows.
+
+    Many rows go several to a program, since most of them are whole and only looked at.  Few rows are cut into columns, so that
+    there are programs for every compute unit, each of which holds 8,192 numbers.
+    """
+    columns = padded(problem.kv_lora_rank)
+    if problem.batch_invariant:
+        # the order of the sums must not depend on the number of rows
+        return TritonMergeConfig(4, columns, 4, in_order=True)
+    programs = 4 * target.compute_units
+    if num_rows >= 4 * programs:
+        return TritonMergeConfig(8 if num_rows >= 8 * programs else 4, columns, 4, in_order=True)
+    block = columns
+    while block > 64 and num_rows * (columns // block) < programs:
+        block //= 2
+    return TritonMergeConfig(1, block, 8192 // block, in_order=False)

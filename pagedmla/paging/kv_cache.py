@@ -10,6 +10,7 @@ import torch
 from pagedmla.contract.arguments import check_scale, expect
 from pagedmla.contract.errors import InvalidArgument, Unsupported
 from pagedmla.contract.kv_layout import KV_LAYOUTS, KVLayout, layout_of_dtype
+from pagedmla.paging import device_kernels
 from pagedmla.paging.quantization import quantize
 
 
@@ -64,12 +65,14 @@ def append(
 ) -> None:
     """Writes new tokens into their slots, in place.
 
-    Nothing is read from the device on a GPU.  A negative slot is skipped (padding), and so is one past the pool, which
-    could only be written out of bounds.  Two tokens for one slot: either may win.
+    Nothing is read from the device on a GPU, where one kernel does it all without a temporary (bf16, fp16 and fp32; other
+    dtypes, and devices without a kernel, go through torch operations, to the same bits).  A negative slot is skipped
+    (padding), and so is one past the pool, which could only be written out of bounds.  Two tokens for one slot: either may
+    win, number by number.
 
     Args:
         kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]; any strides with inner stride 1.
-        latent: [num_tokens, kv_lora_rank], floating point; rounded to the cache's dtype.
+        latent: [num_tokens, kv_lora_rank], floating point; rounded to the cache's dtype.  It shares no memory with kv_cache.
         k_pe: [num_tokens, qk_rope_head_dim], or None where the model has no rotated part.
         slot_mapping: i64 (or i32) [num_tokens], slots in tokens.
         kv_scale: fp8 caches only: the stored number is value / kv_scale (1 when left out); clamped, never NaN by overflow.
@@ -86,6 +89,10 @@ def append(
     num_tokens = _check_new_tokens(kv_cache, parts, slot_mapping)
     scale = _scale_of(layout, kv_scale, kv_cache.device)
     if num_tokens == 0 or kv_cache.numel() == 0:
+        return
+    kernels = _kernels_for(kv_cache, parts)
+    if kernels is not None:
+        kernels.append(kv_cache, latent, k_pe, slot_mapping)
         return
     rows = torch.cat([part for _, part in parts], dim=-1) if len(parts) > 1 else latent
     rows = quantize(rows, layout, scale) if layout.scaled else rows.to(layout.dtype)
@@ -227,6 +234,14 @@ def _scale_of(
         raise InvalidArgument("scale", "kv_scale", f"None for a {layout.name} cache", "a scale")
     check_scale("kv_scale", kv_scale, device)
     return kv_scale.reshape(()) if isinstance(kv_scale, torch.Tensor) else float(kv_scale)
+
+
+def _kernels_for(
+    kv_cache: torch.Tensor, parts: list[tuple[str, torch.Tensor]]
+) -> device_kernels.PagingKernels | None:
+    if any(tensor.dtype not in device_kernels.APPEND_DTYPES for tensor in (kv_cache, *(p for _, p in parts))):
+        return None
+    return device_kernels.kernels_for(kv_cache.device)
 
 
 def _slots_on_host(kv_cache: torch.Tensor) -> bool:

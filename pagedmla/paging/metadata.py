@@ -15,6 +15,7 @@ import torch
 
 from pagedmla.contract.errors import InvalidArgument, PlanMismatch
 from pagedmla.contract.problem import BatchBounds
+from pagedmla.paging import device_kernels
 from pagedmla.paging.csr import expand_block_table, last_page_len, pages_ratio
 
 _INT32_MAX = 2**31 - 1
@@ -28,7 +29,7 @@ class DecodeMetadata:
         seq_lens: i32 [max_num_seqs], tokens; 0 past the step's sequences.
         cu_seqlens_q: i32 [max_num_seqs + 1], query tokens; the last value repeats past the step's sequences.
         kv_indptr: i32 [max_num_seqs + 1], kernel pages; the last value repeats (``csr=True`` only).
-        kv_indices: i32 [max_num_seqs * max_pages * ratio]; what stands past kv_indptr[-1] is never read.
+        kv_indices: i32 [max_num_seqs * max_pages * ratio]; what stands past kv_indptr[-1] may be anything, and is never read.
         kv_last_page_len: i32 [max_num_seqs], tokens.  With one-token kernel pages a buffer of ones, filled here and never
             again: each page holds one token, whatever the sequence's length.
     """
@@ -73,6 +74,7 @@ class DecodeMetadata:
         self._sequence_numbers = torch.arange(bounds.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self._parts = torch.arange(ratio, dtype=torch.int32, device=self.device)
         self._has_csr = csr
+        self._kernels = device_kernels.kernels_for(self.device)
         if csr:
             self._make_csr_buffers(width)
 
@@ -163,12 +165,17 @@ class DecodeMetadata:
     def _make_csr_buffers(self, width: int) -> None:
         capacity = self.max_num_seqs * width
         self.kv_indptr = self._zeros(self.max_num_seqs + 1)
-        # one spare cell takes the writes of table cells that are no pages
-        self._indices_and_spare = self._zeros(capacity + 1)
-        self.kv_indices = self._indices_and_spare[:capacity]
+        self.kv_indices = self._zeros(capacity)
         self.kv_last_page_len = torch.ones(self.max_num_seqs, dtype=torch.int32, device=self.device)
+        if self._kernels is not None:
+            # what is compiled and loaded here need not be while a graph is captured
+            self._run_kernels(self._kernels, self.max_num_seqs)
+            return
         self._num_pages = self._zeros(self.max_num_seqs)
         if not self._lengths_on_host:
+            # one spare cell takes the writes of table cells that are no pages
+            self._indices_and_spare = self._zeros(capacity + 1)
+            self.kv_indices = self._indices_and_spare[:capacity]
             self._columns = torch.arange(width, device=self.device)
             self._cell_target = torch.empty(self.max_num_seqs, width, dtype=torch.int64, device=self.device)
             self._cell_unused = torch.empty(self.max_num_seqs, width, dtype=torch.bool, device=self.device)
@@ -176,7 +183,23 @@ class DecodeMetadata:
             self._scan = torch.zeros(2, self.max_num_seqs, dtype=torch.int32, device=self.device)
             self._scanned = torch.zeros_like(self._scan)
 
+    def _run_kernels(self, kernels: device_kernels.PagingKernels, num_seqs: int) -> None:
+        # with one-token pages the buffer of ones is right already
+        last = self.kv_last_page_len if self.kernel_page_size > 1 else None
+        kernels.block_table_to_csr(
+            self.block_table,
+            self.seq_lens,
+            self.kernel_page_size,
+            num_seqs,
+            self.kv_indptr,
+            self.kv_indices,
+            last,
+        )
+
     def _update_csr(self, num_seqs: int) -> None:
+        if self._kernels is not None:
+            self._run_kernels(self._kernels, num_seqs)
+            return
         if self.kernel_page_size > 1:
             last_page_len(self.seq_lens, self.kernel_page_size, out=self.kv_last_page_len)
         # a length that the table cannot hold, or a negative one, must not lead past the buffers, nor past 32 bits

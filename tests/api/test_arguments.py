@@ -242,6 +242,11 @@ def test_softmax_scale_has_no_default() -> None:
         ({"cu_seqlens_q": torch.tensor([1, 2, 2], dtype=torch.int32)}, "cu_seqlens_q", "1"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 2], dtype=torch.int32)}, "cu_seqlens_q", "0..3 for sequence 0"),
         ({"cu_seqlens_q": torch.tensor([0, 2, 1], dtype=torch.int32)}, "cu_seqlens_q", "2..1 for sequence 1"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 2, 2], dtype=torch.int32), "max_q_len": 1},
+            "cu_seqlens_q",
+            "2 for sequence 0",
+        ),
         (fp8(kv_scale=torch.tensor(NAN)), "kv_scale", "nan"),
     ],
 )

@@ -103,11 +103,13 @@ def test_a_plan_before_its_first_update_has_no_rows() -> None:
 
 def test_operators_keep_what_their_schemas_promise() -> None:
     q, cache, table, lengths, starts = batch(LENGTHS)
-    rest = (starts, SCALE, True, RANK, None, None, None, None, None, None, None, False, None, False)
+    rest = (starts, SCALE, True, RANK, None, None, None, None, None, None, None, False, None, None, False)
     opcheck(torch.ops.pagedmla.decode.default, (q, None, cache, table, lengths, *rest))
     problem = DecodeProblem(HEADS, SCALE, RANK, ROPE, PAGE, torch.float32, "fp32")
     workspace = torch.zeros(pagedmla.workspace_size(problem, BatchBounds(5, WIDTH)), dtype=torch.uint8)
-    opcheck(torch.ops.pagedmla.decode.default, (q, None, cache, table, lengths, *rest[:-2], workspace, False))
+    opcheck(
+        torch.ops.pagedmla.decode.default, (q, None, cache, table, lengths, *rest[:-3], workspace, 1, False)
+    )
     out, lse = torch.zeros(5, HEADS, RANK), torch.zeros(5, HEADS)
     opcheck(torch.ops.pagedmla.decode_out.default, (q, None, cache, table, lengths, *rest, out, lse))
     opcheck(torch.ops.pagedmla.merge_states.default, ([out, out], [lse, lse]))

@@ -29,16 +29,40 @@ def problem(**changes: object) -> DecodeProblem:
     return DecodeProblem(**({"num_heads": 16, "softmax_scale": 0.1} | changes))  # type: ignore[arg-type]
 
 
-def test_every_value_of_every_axis_is_in_an_accepted_problem_or_is_refused_everywhere() -> None:
-    for backend in BACKENDS:
-        accepted = accepted_problems(CPU, backend)
-        for axis in AXES:
-            for sample in axis.samples:
-                alone = problem(**({"q_dtype": torch.bfloat16} | sample))
-                covered = any(
-                    all(getattr(found, name) == value for name, value in sample.items()) for found in accepted
-                )
-                assert covered != bool(refusals(alone, CPU, backend)), (backend, sample)
+@pytest.mark.parametrize(("target", "backend"), [(CPU, "torch"), (H200, "torch"), (H200, "triton")])
+def test_every_value_of_every_axis_is_in_an_accepted_problem_or_is_refused_everywhere(
+    target: Target, backend: str
+) -> None:
+    accepted = accepted_problems(target, backend)
+    for axis in AXES:
+        for sample in axis.samples:
+            alone = problem(**({"q_dtype": torch.bfloat16} | sample))
+            covered = any(
+                all(getattr(found, name) == value for name, value in sample.items()) for found in accepted
+            )
+            assert covered != bool(refusals(alone, target, backend)), sample
+
+
+def test_triton_on_the_cpu_is_interpreted_named_and_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = problem(q_dtype=torch.float16, kv_layout="fp16")
+    for value, accepted in (("1", True), ("0", False)):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        refusals.cache_clear()
+        choose_backend.cache_clear()
+        assert choose_backend(half, CPU) == "torch"
+        assert {found.code for found in refusals(problem(), CPU, "triton")} >= {"dtype_pair"}
+        assert bool(refusals(half, CPU, "triton")) != accepted
+        if accepted:
+            assert choose_backend(half, CPU, "triton") == "triton"
+    refusals.cache_clear()
+    choose_backend.cache_clear()
+
+
+def test_weights_are_rounded_as_the_table_says() -> None:
+    half = problem(q_dtype=torch.float16, kv_layout="fp16")
+    assert BACKENDS["torch"].p_dtype(half) == torch.float32
+    assert BACKENDS["triton"].p_dtype(half) == torch.float16
+    assert BACKENDS["triton"].p_dtype(problem()) == torch.bfloat16
 
 
 def test_samples_are_distinct_and_few_enough_to_run() -> None:
@@ -72,6 +96,7 @@ def test_all_reasons_are_reported_not_the_first_one() -> None:
     with pytest.raises(Unsupported) as caught:
         choose_backend(twice, CPU)
     assert {refusal.code for refusal in caught.value.refusals} == {"schedule", "dtype_pair"}
+    assert {refusal.backend for refusal in caught.value.refusals} == {"torch"}
     assert "persistent" in str(caught.value)
     assert "fp8_ds_mla" in str(caught.value)
 
@@ -166,7 +191,7 @@ def test_explain_counts_bytes_and_operations_by_hand() -> None:
     assert found.flops == 2 * 128 * keys * (576 + 512)
     # 64 sequences of 4,096 tokens and 128 heads are bound by arithmetic: 91.8 us at 795 TFLOP/s
     assert found.roofline_seconds == pytest.approx(91.8e-6, rel=1e-3)
-    assert found.backend == "torch"
+    assert found.backend == "triton"
     text = str(explain(problem(schedule="persistent"), CPU))
     assert "none" in text
     assert "schedule" in text

@@ -1,0 +1,88 @@
+"""Who takes part: our backends and schedules, and the peers that load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pagedmla.bench.batch import problem_of
+from pagedmla.bench.ours import AUTO, OurDecode
+from pagedmla.bench.peers import make_peer
+from pagedmla.bench.peers.peer import Peer
+from pagedmla.bench.shapes import DecodeShape
+from pagedmla.contract.errors import InvalidArgument, Unsupported
+from pagedmla.contract.problem import SCHEDULES
+from pagedmla.contract.support import Refusal, check_backend_name, choose_backend, refusals
+from pagedmla.contract.target import Target
+
+
+def our_contenders(
+    device: torch.device,
+    shapes: Sequence[DecodeShape],
+    page_size: int,
+    dtype: torch.dtype,
+    backends: Sequence[str] = (),
+    schedules: Sequence[str] = (),
+) -> tuple[tuple[OurDecode, ...], dict[str, str]]:
+    """Each backend with each schedule, and the reason for each that the support table refuses on every shape.
+
+    Args:
+        device: where they shall run.
+        shapes: at least one.
+        page_size: tokens a page.
+        dtype: of queries and cache.
+        backends: names; empty: the best that takes the first shape.
+        schedules: ``split``, ``persistent`` or ``auto``; empty: the first two.
+
+    Raises:
+        InvalidArgument: a backend or a schedule has an unknown name.
+        Unsupported: all are refused on every shape, with every reason.
+    """
+    for word in schedules:
+        if word not in (*SCHEDULES, AUTO):
+            wanted = "some of " + ", ".join((*SCHEDULES, AUTO))
+            raise InvalidArgument("schedule", "schedule", wanted, repr(word))
+    for backend in backends:
+        check_backend_name(backend)
+    target = Target.detect(device)
+    names = list(dict.fromkeys(backends)) or [choose_backend(problem_of(shapes[0], page_size, dtype), target)]
+    found: list[OurDecode] = []
+    refused: dict[str, tuple[Refusal, ...]] = {}
+    for backend in names:
+        for word in dict.fromkeys(schedules or SCHEDULES):
+            contender = OurDecode(backend, word)
+            schedule = None if word == AUTO else word
+            problems = [problem_of(shape, page_size, dtype, schedule) for shape in shapes]
+            by_shape = [refusals(problem, target, backend) for problem in problems]
+            if all(by_shape):
+                refused[contender.name] = by_shape[0]
+            else:
+                found.append(contender)
+    if not found:
+        raise Unsupported.from_refusals(reason for reasons in refused.values() for reason in reasons)
+    return tuple(found), {name: "; ".join(map(str, reasons)) for name, reasons in refused.items()}
+
+
+def load_peers(names: Sequence[str], folder: Path | None) -> tuple[tuple[Peer, ...], dict[str, str]]:
+    """The peers called ``names`` that load, and why each of the others does not.
+
+    Args:
+        names: out of ``PEER_NAMES``.
+        folder: holds peers' files, or None for what is installed.
+
+    Raises:
+        InvalidArgument: no peer has this name, or there is no such folder.
+    """
+    if folder is not None and not folder.is_dir():
+        raise InvalidArgument("peers_path", "peers-path", "a folder", str(folder))
+    loaded: list[Peer] = []
+    absent: dict[str, str] = {}
+    for peer in [make_peer(name) for name in dict.fromkeys(names)]:
+        reason = peer.load(folder.absolute() if folder is not None else None)
+        if reason is None:
+            loaded.append(peer)
+        else:
+            absent[peer.name] = reason
+    return tuple(loaded), absent
