@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagedmla.cli.check_runs import Job, default_processes, run_jobs
 from pagedmla.cli.console import EXIT_FAILED, fail, usable_device, user_errors
 
 if TYPE_CHECKING:
     import torch
 
-    from pagedmla.conformance.cases import Case
     from pagedmla.conformance.runner import CaseResult
-
-Job = tuple[str, "Case"]
-"""(backend, case)."""
 
 
 def check(
@@ -35,6 +31,10 @@ def check(
     limit: Annotated[
         int | None, typer.Option(min=1, help="At most this many cases, spread evenly over the list.")
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Run so many at a time; left out: 1 on a CPU, one a processor on a GPU."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
@@ -46,8 +46,11 @@ def check(
         if not jobs:
             fail(f"no case is selected (filter {name_filter!r}, device {chosen_device}): nothing was checked")
         began = time.perf_counter()
-        runner = _run_quietly if as_json else _run_with_progress
-        results = runner(jobs, chosen_device)
+        count = processes or default_processes(chosen_device)
+        if as_json:
+            results = run_jobs(jobs, chosen_device, count, lambda backend, result: None)
+        else:
+            results = _run_with_progress(jobs, chosen_device, count)
         seconds = time.perf_counter() - began
     failed = [(name, result) for name, result in results if not result.passed]
     if as_json:
@@ -78,21 +81,7 @@ def select_jobs(device: torch.device, backend: str | None, name_filter: str, lim
     return [jobs[index * len(jobs) // limit] for index in range(limit)]
 
 
-def _run_quietly(
-    jobs: list[Job], device: torch.device, report: Callable[[str, CaseResult], None] | None = None
-) -> list[tuple[str, CaseResult]]:
-    from pagedmla.conformance.runner import run_case
-
-    results = []
-    for backend, case in jobs:
-        result = run_case(case, device, backend)
-        results.append((backend, result))
-        if report is not None:
-            report(backend, result)
-    return results
-
-
-def _run_with_progress(jobs: list[Job], device: torch.device) -> list[tuple[str, CaseResult]]:
+def _run_with_progress(jobs: list[Job], device: torch.device, processes: int) -> list[tuple[str, CaseResult]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -117,7 +106,7 @@ def _run_with_progress(jobs: list[Job], device: torch.device) -> list[tuple[str,
             if not result.passed:
                 console.print(f"FAILED {backend} {result.case.name}: {result.detail}", markup=False)
 
-        return _run_quietly(jobs, device, report)
+        return run_jobs(jobs, device, processes, report)
 
 
 def _worst(results: list[tuple[str, CaseResult]]) -> tuple[str, CaseResult]:

@@ -68,14 +68,22 @@ class DecodeArguments:
     def most_query_tokens(self) -> int:
         """Query tokens of one sequence, at most: as far as the host knows, all of them."""
         known = self.even_q_len if self.even_q_len is not None else self.max_q_len
-        return self.num_tokens if known is None else known
+        # a promise of more than there are says nothing
+        return self.num_tokens if known is None else min(known, self.num_tokens)
 
     @property
     def rows_hint(self) -> int:
         """(query token, head) pairs of a sequence: at most where the host knows, else of an average one."""
-        known = self.even_q_len if self.even_q_len is not None else self.max_q_len
-        average = -(-self.num_tokens // max(1, self.num_seqs))
-        return self.num_heads * (average if known is None else known)
+        if self.even_q_len is None and self.max_q_len is None:
+            return self.num_heads * -(-self.num_tokens // max(1, self.num_seqs))
+        return self.num_heads * self.most_query_tokens
+
+    @property
+    def shared_row_tiles(self) -> int:
+        """Rows that every sequence with queries has a whole number of times, as far as the host knows; else 0."""
+        if self.even_q_len is not None or self.most_query_tokens == 1:
+            return self.num_heads * self.most_query_tokens
+        return 0
 
     def problem(self) -> DecodeProblem:
         """The static half of the call.  For ragged queries ``max_q_len`` is what the host can know: every token in one."""

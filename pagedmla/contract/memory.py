@@ -62,11 +62,22 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    if tensor.numel() < 2 or tensor.is_contiguous():
+    if tensor.numel() < 2 or tensor.is_contiguous() or _is_nested(tensor):
         return False
     starts, width = _pieces(tensor)
     pieces = tensor.numel() * tensor.element_size() // width
     return starts.numel() < pieces or bool((starts[1:] - starts[:-1] < width).any())
+
+
+def _is_nested(tensor: torch.Tensor) -> bool:
+    """Whether each dimension steps over all of the smaller ones, as in slices and transposes: no two elements meet then."""
+    extent = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step < extent:
+                return False
+            extent += step * (size - 1)
+    return True
 
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

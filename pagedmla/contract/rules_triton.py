@@ -20,8 +20,11 @@ def _importable(problem: DecodeProblem, target: Target) -> Answer | None:
 
 
 def _target(problem: DecodeProblem, target: Target) -> Answer | None:
-    wanted = "an NVIDIA GPU from sm_80 on, an AMD GPU, or the CPU when TRITON_INTERPRET=1 was set before the first import"
-    if target.vendor == "amd" or (target.vendor == "nvidia" and _compute_capability(target.arch) >= 80):
+    interpreted = "the CPU when TRITON_INTERPRET=1 was set before the first import"
+    wanted = f"an NVIDIA GPU from sm_80 on, an AMD CDNA GPU (gfx9), or {interpreted}"
+    if (target.vendor == "amd" and target.arch.startswith("gfx9")) or (
+        target.vendor == "nvidia" and _compute_capability(target.arch) >= 80
+    ):
         return None
     if target.vendor == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None

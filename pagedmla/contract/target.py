@@ -49,27 +49,8 @@ class Target:
         if device.type == "cpu":
             return _detect_cpu(torch.get_num_threads())
         if device.type == "cuda":
-            return cls._detect_cuda(device)
+            return _detect_cuda(device.index if device.index is not None else _current_cuda())
         return cls(device.type, device.type, 1, 0, device.type)
-
-    @classmethod
-    def _detect_cuda(cls, device: torch.device) -> Target:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
-        if index >= count:
-            raise InvalidArgument(
-                "device", "device", f"one of the {count} CUDA devices of this machine", str(device)
-            )
-        properties = torch.cuda.get_device_properties(index)
-        if torch.version.hip is not None:
-            arch = properties.gcnArchName.split(":")[0]
-            # every CDNA part so far gives a workgroup 64 KiB; gfx950 doubled and a half it
-            lds = 163840 if arch == "gfx950" else 65536
-            return cls("amd", arch, properties.multi_processor_count, lds, properties.name)
-        arch = f"sm_{properties.major}{properties.minor}"
-        shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
-        rates = _MEASURED_RATES.get(properties.name, (None, None))
-        return cls("nvidia", arch, properties.multi_processor_count, shared, properties.name, *rates)
 
     def __str__(self) -> str:
         return f"{self.name or self.arch} ({self.vendor} {self.arch}, {self.compute_units} compute units)"
@@ -102,3 +83,26 @@ _MEASURED_RATES: dict[str, tuple[float, float]] = {"NVIDIA H200": (4.61e12, 795e
 def _detect_cpu(num_threads: int) -> Target:
     machine = platform.machine()
     return Target("cpu", machine, num_threads, 0, platform.processor() or machine)
+
+
+def _current_cuda() -> int:
+    return torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.device_count() else 0
+
+
+@cache
+def _detect_cuda(index: int) -> Target:
+    # asked for in every call: what a device is does not change in a process
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        wanted = f"one of the {count} CUDA devices of this machine"
+        raise InvalidArgument("device", "device", wanted, f"cuda:{index}")
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        arch = properties.gcnArchName.split(":")[0]
+        # every CDNA part so far gives a workgroup 64 KiB; gfx950 doubled and a half it
+        lds = 163840 if arch == "gfx950" else 65536
+        return Target("amd", arch, properties.multi_processor_count, lds, properties.name)
+    arch = f"sm_{properties.major}{properties.minor}"
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
+    rates = _MEASURED_RATES.get(properties.name, (None, None))
+    return Target("nvidia", arch, properties.multi_processor_count, shared, properties.name, *rates)

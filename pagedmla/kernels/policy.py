@@ -236,7 +236,7 @@ def triton_decode_config(problem: DecodeProblem, target: Target, rows: int) -> T
         # the tiles must not depend on how many query tokens a sequence brings
         rows = problem.num_heads
     family = TRITON_DECODE_CONFIGS[triton_family(target)]
-    config = next(config for most_rows, config in family if rows <= most_rows)
+    config = next((config for most_rows, config in family if rows <= most_rows), family[-1][1])
     if problem.page_size % config.block_n:
         scattered = TRITON_SCATTERED_CONFIGS.get(triton_family(target), ())
         config = next((other for most_rows, other in scattered if rows <= most_rows), config)

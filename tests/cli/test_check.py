@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from typing import Any
 
 import pytest
 import torch
 
+from pagedmla.cli import check_runs
 from pagedmla.cli.check import select_jobs
 from pagedmla.conformance import runner
 from pagedmla.conformance.cases import Case, cases_for
@@ -45,6 +47,25 @@ def test_a_backend_that_rounds_its_weights_is_checked_against_its_own_bound() ->
     assert [case["backend"] for case in document["cases"]] == ["triton"]
     # under the bound of a kernel with float32 weights it would be near 1, or past it
     assert 0.01 < document["worst"]["out_bound_ratio"] < 0.6
+
+
+def test_several_processes_give_the_same_results_in_the_same_order() -> None:
+    few = ("check", "--json", "-k", "h5-", "--limit", "4", "--device", "cpu")
+    documents = [json.loads(run_cli(*few, "--processes", count).stdout) for count in ("1", "2")]
+    assert documents[0]["passed"] == 4
+    assert documents[0]["cases"] == documents[1]["cases"]
+
+
+def test_a_process_that_dies_fails_what_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = select_jobs(CPU, "torch", "h5-", 2)
+    monkeypatch.setattr(check_runs, "_run_one", _die)
+    results = check_runs.run_jobs(jobs, CPU, 2, lambda backend, result: None)
+    assert [result.case for _, result in results] == [case for _, case in jobs]
+    assert all(not result.passed and "BrokenProcessPool" in result.detail for _, result in results)
+
+
+def _die(backend: str, case: Case, device: str) -> CaseResult:
+    os._exit(3)
 
 
 def test_json_is_the_whole_of_stdout() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from batches import arguments, check, make_batch, run, same_bits
+from batches import arguments, check, expect, make_batch, run, same_bits
 from torch import Tensor
 
+from pagedmla.conformance import numerics
 from pagedmla.contract.errors import InvalidArgument
 
 MODES: list[dict[str, Any]] = [{}, {"num_kv_splits": 3}, {"batch_invariant": True}]
@@ -84,7 +85,11 @@ def test_length_past_the_table_or_negative(value: int, mode: dict[str, Any]) -> 
     ],
 )
 def test_query_starts_that_fall_or_lie_outside(starts: list[int], mode: dict[str, Any]) -> None:
-    """A row that one sequence alone claims, rightly, keeps its bits; all others are unspecified, none is outside."""
+    """A row that one sequence alone claims, rightly, stays right; all others are unspecified, none is outside.
+
+    It keeps its bits in batch-invariant mode.  In the others the row tiles of a batch decide the shapes of matrix products,
+    and a processor's library may round differently for each shape.
+    """
     call = _call()
     bad = call | {"cu_seqlens_q": torch.tensor(starts, dtype=torch.int32)}
     good, result = run(call, **mode), _banded_run(bad, mode)
@@ -96,7 +101,12 @@ def test_query_starts_that_fall_or_lie_outside(starts: list[int], mode: dict[str
             row in other for row in rows for place, other in enumerate(claims) if place != sequence
         )
         if sound and alone:
-            assert same_bits(tuple(part[rows] for part in good), tuple(part[rows] for part in result))
+            if mode.get("batch_invariant"):
+                assert same_bits(tuple(part[rows] for part in good), tuple(part[rows] for part in result))
+            expected = expect(call)
+            mine = numerics.Expected(expected.out[rows], expected.lse[rows], expected.bound[rows])
+            comparison = numerics.compare(result[0][rows], result[1][rows], mine)
+            assert comparison.passed, comparison.detail
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

@@ -54,13 +54,16 @@ def decode_grid(
     units: int,
     num_seqs: int,
     capacity: int,
-    rows: int = 1,
+    rows: int = 0,
 ) -> DecodeGrid:
-    """The grid for ``units`` row tiles of ``num_seqs`` sequences of at most ``capacity`` tokens and about ``rows`` rows."""
+    """The grid for ``units`` row tiles of ``num_seqs`` sequences of at most ``capacity`` tokens.
+
+    ``rows``: of each sequence that has queries, where the host knows that they are alike; else 0.
+    """
     workers = target.compute_units * config.programs_per_compute_unit
     kv_tiles = max(1, -(-capacity // config.block_n))
     if not is_split(problem):
-        num_lanes = min(-(-rows // config.block_m), MOST_LANES, workers)
+        num_lanes = min(lane_count(problem.num_heads, config.block_m, rows), workers)
         workers -= workers % num_lanes
         # the numbers of row tiles have a gap for each sequence without queries
         segments = num_lanes * (workers // num_lanes + units + num_seqs + 1)
@@ -79,7 +82,8 @@ def decode_grid(
         tiles_per_split = config.invariant_split // config.block_n
         splits = -(-kv_tiles // tiles_per_split)
     else:
-        splits = problem.num_kv_splits or automatic_splits(units, workers, kv_tiles)
+        # more splits than tiles are empty ones
+        splits = min(problem.num_kv_splits or automatic_splits(units, workers, kv_tiles), kv_tiles)
     programs = units * splits
     return DecodeGrid(
         persistent=False,
@@ -91,6 +95,17 @@ def decode_grid(
         slots=programs if splits > 1 else 0,
         segments=programs,
     )
+
+
+def lane_count(num_heads: int, block_m: int, rows: int) -> int:
+    """Lanes that give each the same number of a sequence's row tiles; workers of a lane without tiles would stand idle.
+
+    Where the host does not know how many rows a sequence has, it has a multiple of ``num_heads``.
+    """
+    if rows == 0 and num_heads % block_m:
+        return 1
+    row_tiles = -(-(rows or num_heads) // block_m)
+    return next(lanes for lanes in range(min(row_tiles, MOST_LANES), 0, -1) if row_tiles % lanes == 0)
 
 
 def largest_grid(

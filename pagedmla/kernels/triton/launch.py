@@ -56,7 +56,7 @@ def decode(
         config = triton_decode_config(problem, target, args.rows_hint)
     capacity = _capacity(args.block_table.shape[1], problem)
     units = most_units(args.num_tokens, args.num_seqs, args.num_heads, config.block_m, args.even_q_len)
-    grid = decode_grid(problem, target, config, units, args.num_seqs, capacity, args.rows_hint)
+    grid = decode_grid(problem, target, config, units, args.num_seqs, capacity, args.shared_row_tiles)
     layout = _layout(problem, config, grid, args.num_tokens)
     parts = layout.carve(args.workspace, args.q.device)
     with on_device(args.q.device):
@@ -138,7 +138,9 @@ def _launch_decode(
         parts.shares, parts.segments,
         args.q, args.q.stride(0), args.q.stride(1),
         q_pe, q_pe.stride(0), q_pe.stride(1),
-        args.kv_cache, args.kv_cache.stride(0), args.kv_cache.stride(1), args.kv_cache.shape[0],
+        args.kv_cache, args.kv_cache.stride(0), args.kv_cache.stride(1),
+        # page ids are i32
+        min(args.kv_cache.shape[0], 2**31 - 1),
         args.block_table, args.block_table.stride(0), args.block_table.stride(1),
         args.seq_lens, args.seq_lens.stride(0), starts, starts.stride(0),
         args.num_seqs, args.num_tokens, capacity,

@@ -51,8 +51,8 @@ def merge_partials_kernel(
     """Grid (num_rows / BLOCK_ROWS, BLOCK_D / BLOCK_COLUMNS); num_rows = num_tokens * num_heads.  schedule.py and decode.py
     have the layout of what is read.
 
-    num_places: slots * BLOCK_M.  A row that no row tile owns (query starts that fall) has garbage for its pieces; the bound
-    keeps that inside the workspace.  OVERLAPPED: the launch did not wait for the decode kernel.
+    num_places: slots * BLOCK_M, past which nothing is read whatever the plan says.  OVERLAPPED: the launch did not wait for
+    the decode kernel.
     """
     if OVERLAPPED:
         gdc_wait()

@@ -263,6 +263,11 @@ def plan_persistent_kernel(
             sequence_begin = sequence_end
             sequence += 1
             q_begin = q_stop
+            if (tile < end) & (query_end(sequence, q_begin, batch, RAGGED) == q_begin):
+                # a captured step may hold hundreds of sequences without queries: not one by one
+                sequence, sequence_begin, q_begin, _ = find_sequence(
+                    tile, lane, num_lanes, batch, RAGGED, True, BLOCK_M, BLOCK_N
+                )
     share = shares + 2 * tl.program_id(0)
     tl.store(share, tl.minimum(first, last))
     tl.store(share + 1, tl.minimum(place, last))

@@ -12,7 +12,7 @@ from pagedmla.contract.errors import InvalidArgument
 ALIGNMENT = 16
 """Bytes; the widest load a kernel makes."""
 
-_SEGMENT_BYTES = 8 * 4  # SEGMENT_FIELDS of schedule.py
+_SEGMENT_BYTES = 8 * 4  # the fields of schedule.py, i32
 
 
 class Workspace(NamedTuple):
@@ -59,6 +59,12 @@ class WorkspaceLayout:
         elif workspace.numel() < self.num_bytes:
             wanted = f"at least {self.num_bytes} bytes (workspace_size tells how many)"
             raise InvalidArgument("workspace", "workspace", wanted, f"{workspace.numel()} bytes")
+        elif workspace.untyped_storage().data_ptr() % 4:
+            # torch gives no view of wider numbers into such memory
+            wanted = "memory whose storage begins at a multiple of 4 bytes"
+            raise InvalidArgument(
+                "workspace", "workspace", wanted, hex(workspace.untyped_storage().data_ptr())
+            )
         start = -workspace.data_ptr() % ALIGNMENT
         parts = []
         for size, dtype in self._parts():

@@ -43,9 +43,10 @@ def test_poison_changes_no_bit(dtype: torch.dtype, mode: dict[str, Any]) -> None
         assert same_bits(clean, run(_call(dtype, poison=poison), **mode))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_workspace_of_the_exact_size_may_hold_anything(mode: dict[str, Any]) -> None:
-    call = _call()
+@pytest.mark.parametrize(("num_heads", "mode"), [*((5, mode) for mode in MODES), (50, MODES[0])], ids=str)
+def test_workspace_of_the_exact_size_may_hold_anything(num_heads: int, mode: dict[str, Any]) -> None:
+    """Fifty heads: several row tiles a sequence, which persistent workers take side by side."""
+    call = arguments(make_batch([1, 0, 70, 16], [1, 1, 3, 1], num_heads=num_heads), 16, spare_columns=0)
     size = _size(call, mode)
     plain = run(call, **mode)
     for byte, start in ((0xFF, 64), (0x7F, 65)):
@@ -120,6 +121,20 @@ def test_a_live_key_changes_no_bit_of_rows_that_do_not_see_it(value: float, mode
     if value != 6e4:
         assert not bool(newest[0].isfinite().any() | newest[1].isfinite().any())
     for rows in (slice(3, None), slice(0, 2)):
+        assert same_bits(rows_of(good, rows), rows_of(result, rows))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("column", [3, 35])
+def test_one_broken_number_breaks_the_rows_that_see_it(column: int, mode: dict[str, Any]) -> None:
+    """Of the latent, which is a value, or of the rope part, which is not: either is in the score, so it may not vanish."""
+    call = arguments(make_batch([70, 33], [3, 2]), 16)
+    changed = call["kv_cache"].clone()
+    changed[int(call["block_table"][0, 4]), 68 % 16, column] = torch.nan
+    good, result = run(call, **mode), run(call | {"kv_cache": changed}, **mode)
+    for row in (1, 2):
+        assert bool(result[0][row].isnan().all() & result[1][row].isnan().all())
+    for rows in ([0], slice(3, None)):
         assert same_bits(rows_of(good, rows), rows_of(result, rows))
 
 
