@@ -41,7 +41,7 @@ class Call:
     Attributes:
         mode: fields of DecodeProblem that choose the schedule.
         workers: of the persistent schedule.
-        rows: about how many a sequence has, for all that the host knows; decides the lanes of the persistent schedule.
+        rows: how many a sequence has, for all that the host knows, or 0; decides the lanes of the persistent schedule.
     """
 
     seq_lens: list[int]
@@ -202,8 +202,8 @@ def calls(draw: st.DrawFn, garbage: bool = False) -> Call:
         starts, num_tokens = None, len(q_lens) * draw(st.integers(1, 3))
     seq_lens = draw(st.lists(lengths, min_size=len(q_lens), max_size=len(q_lens)))
     heads, workers = draw(st.sampled_from((1, 4, 16, 20))), draw(st.sampled_from((1, 2, 3, 5)))
-    # the hint may be wrong: it is an average, or what a caller promised
-    rows = draw(st.sampled_from((1, 16, 40, 100)))
+    # it may be wrong: a caller promised it
+    rows = draw(st.sampled_from((0, 1, 16, 40, 100)))
     return Call(seq_lens, starts, num_tokens, heads, capacity, draw(MODES), workers, rows)
 
 
