@@ -68,13 +68,12 @@ def select_jobs(device: torch.device, backend: str | None, name_filter: str, lim
         InvalidArgument: no backend is called ``backend``.
     """
     from pagedmla.conformance.cases import cases_for
-    from pagedmla.contract.support import BACKENDS, check_backend_name
+    from pagedmla.contract.support import backends_to_choose_from, check_backend_name
     from pagedmla.contract.target import Target
 
     check_backend_name(backend)
     target = Target.detect(device)
-    may_be_chosen = [name for name, row in BACKENDS.items() if target.vendor not in row.named_only_on]
-    names = may_be_chosen if backend is None else [backend]
+    names = backends_to_choose_from(target) if backend is None else [backend]
     jobs = [(name, case) for name in names for case in cases_for(target, name) if name_filter in case.name]
     if limit is None or len(jobs) <= limit:
         return jobs

@@ -8,7 +8,7 @@ import torch
 
 from pagedmla.contract.errors import check_type
 from pagedmla.contract.problem import BatchBounds, DecodeProblem
-from pagedmla.contract.support import BACKENDS, Refusal, refusals
+from pagedmla.contract.support import BACKENDS, Refusal, backends_to_choose_from, refusals
 from pagedmla.contract.target import Target
 
 
@@ -75,7 +75,7 @@ def explain(
     return Explanation(
         problem=problem,
         target=target,
-        backend=next((name for name, found in by_backend.items() if not found), None),
+        backend=next((name for name in backends_to_choose_from(target) if not by_backend[name]), None),
         refused=tuple(refusal for found in by_backend.values() for refusal in found),
         num_keys=num_keys,
         bytes_read=bytes_read,

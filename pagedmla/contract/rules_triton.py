@@ -36,28 +36,28 @@ def _compute_capability(arch: str) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-_TRITON_DTYPE_PAIRS = ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
+_DTYPE_PAIRS = ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
 
 
 def _dtypes(problem: DecodeProblem, target: Target) -> Answer | None:
     got = f"{problem.q_dtype} with a {problem.kv_layout} cache"
-    if (problem.q_dtype, problem.kv_layout) not in _TRITON_DTYPE_PAIRS:
+    if (problem.q_dtype, problem.kv_layout) not in _DTYPE_PAIRS:
         return "dtype_pair", "kv_cache", "q and cache both bf16, or both fp16", got
     if target.vendor == "cpu" and problem.q_dtype == torch.bfloat16:
         return "dtype_pair", "kv_cache", "fp16 on the CPU: Triton's interpreter truncates to bf16", got
     return None
 
 
-_TRITON_MOST_LATENT, _TRITON_MOST_ROPE = 512, 64
+_MOST_LATENT, _MOST_ROPE = 512, 64
 # the smallest tiles of any config, which targets without a row of their own run with: 16 rows and 16 tokens
-_TRITON_LEAST_TOKENS = 16
+_LEAST_TOKENS = 16
 
 
 def _head_dims(problem: DecodeProblem, target: Target) -> Answer | None:
     rank, rope = problem.kv_lora_rank, problem.qk_rope_head_dim
-    if rank <= _TRITON_MOST_LATENT and rope <= _TRITON_MOST_ROPE:
+    if rank <= _MOST_LATENT and rope <= _MOST_ROPE:
         return None
-    limits = f"kv_lora_rank <= {_TRITON_MOST_LATENT} and qk_rope_head_dim <= {_TRITON_MOST_ROPE}"
+    limits = f"kv_lora_rank <= {_MOST_LATENT} and qk_rope_head_dim <= {_MOST_ROPE}"
     wanted = f"{limits}: accumulators live in registers"
     return "head_dim", "q", wanted, f"{rank} + {rope}"
 
@@ -67,8 +67,9 @@ def _shared_memory(problem: DecodeProblem, target: Target) -> Answer | None:
         return None
     # what Triton's compiler says of the smallest tiles, at most (tests/kernels/triton/test_offline.py): three blocks of 16
     # latent rows (queries, keys, and keys once more as values) and one of rotated keys, two bytes a number
-    latent, rope = _block(problem.kv_lora_rank), _block(problem.qk_rope_head_dim)
-    needed = 2 * _TRITON_LEAST_TOKENS * (3 * latent + rope)
+    latent = padded(problem.kv_lora_rank)
+    rope = padded(problem.qk_rope_head_dim) if problem.qk_rope_head_dim else 0
+    needed = 2 * _LEAST_TOKENS * (3 * latent + rope)
     if needed <= target.shared_memory_bytes:
         return None
     wanted = (
@@ -77,9 +78,9 @@ def _shared_memory(problem: DecodeProblem, target: Target) -> Answer | None:
     return "shared_memory", "device", wanted, f"{target.shared_memory_bytes} bytes on {target.arch}"
 
 
-def _block(columns: int) -> int:
-    """Numbers that a row of ``columns`` numbers takes in a kernel: a power of two, 16 at least."""
-    return max(16, 1 << (columns - 1).bit_length()) if columns else 0
+def padded(columns: int) -> int:
+    """Numbers that a row of ``columns`` numbers takes in a kernel: a power of two, and 16, the matrix unit's step, at least."""
+    return max(16, 1 << (columns - 1).bit_length())
 
 
 def _schedule(problem: DecodeProblem, target: Target) -> Answer | None:
@@ -94,13 +95,13 @@ def _schedule(problem: DecodeProblem, target: Target) -> Answer | None:
     return None
 
 
-_TRITON_MOST_SPLITS = 65535
+_MOST_SPLITS = 65535
 
 
 def _splits(problem: DecodeProblem, target: Target) -> Answer | None:
-    if problem.num_kv_splits is None or problem.num_kv_splits <= _TRITON_MOST_SPLITS:
+    if problem.num_kv_splits is None or problem.num_kv_splits <= _MOST_SPLITS:
         return None
-    return "num_kv_splits", "num_kv_splits", f"at most {_TRITON_MOST_SPLITS}", str(problem.num_kv_splits)
+    return "num_kv_splits", "num_kv_splits", f"at most {_MOST_SPLITS}", str(problem.num_kv_splits)
 
 
 @lru_cache(maxsize=1)

@@ -96,6 +96,11 @@ def check_backend_name(backend: object) -> None:
         raise InvalidArgument("backend", "backend", "None or one of " + ", ".join(BACKENDS), repr(backend))
 
 
+def backends_to_choose_from(target: Target) -> list[str]:
+    """The backends that may run on ``target`` without being named, best first."""
+    return [name for name, row in BACKENDS.items() if target.vendor not in row.named_only_on]
+
+
 @lru_cache(maxsize=4096)
 def refusals(problem: DecodeProblem, target: Target, backend: str) -> tuple[Refusal, ...]:
     """Every reason why ``backend`` does not take ``problem`` on ``target``; empty when it does.
@@ -118,8 +123,7 @@ def choose_backend(problem: DecodeProblem, target: Target, backend: str | None =
     """
     check_backend_name(backend)
     reasons: list[Refusal] = []
-    chosen_among = [name for name, row in BACKENDS.items() if target.vendor not in row.named_only_on]
-    for name in [backend] if backend is not None else chosen_among:
+    for name in [backend] if backend is not None else backends_to_choose_from(target):
         found = refusals(problem, target, name)
         if not found:
             return name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pagedmla.contract.problem import DecodeProblem
+from pagedmla.contract.rules_triton import padded
 from pagedmla.contract.target import KNOWN_TARGETS, Target
 
 _ROWS_OF_A_TILE = 16
@@ -244,11 +245,6 @@ def triton_decode_config(problem: DecodeProblem, target: Target, rows: int) -> T
         # a key must be in a tile of the same size whether it is hidden from some rows of the tile, or from none
         return replace(config, block_n=min(config.block_n, CAUSAL_END_BLOCK_N))
     return config
-
-
-def padded(columns: int) -> int:
-    """The block that holds ``columns`` numbers: a power of two, 16 at least, which is the matrix unit's step."""
-    return max(16, 1 << (columns - 1).bit_length())
 
 
 def triton_merge_config(problem: DecodeProblem, target: Target, num_rows: int) -> TritonMergeConfig:

@@ -14,10 +14,11 @@ With n tiles of keys in the unit, T tiles in all units laid end to end, and W = 
     split              split s of N: the unit's tiles [s*n//N, (s+1)*n//N)  slot unit*N + s
     fixed split size   split s: tiles [s*F, min((s+1)*F, n))                slot unit*N + s, N = ceil(capacity tiles / F)
 
-**Invariants.**  ``check_cover`` looks for the breach of each one but the second:
+**Invariants.**  ``plan_cover.check_cover`` looks for the breach of each one but the second:
 
 1. Every (row, KV tile with keys) pair is in exactly one segment.
-2. Persistent: two workers' shares differ by at most one tile, whatever the lengths are.
+2. Persistent: two workers' shares differ by at most one tile, whatever the lengths are.  (A kernel may divide units and workers
+   into lanes, each with a plan of its own for its units; then this holds within a lane.)
 3. A slot is written at most once, so its size is known before the lengths are: 2 * num_workers, or units * N.
 4. The pieces of a unit are consecutive workers, and rising slots, in the order of its keys: merging by rising slot is merging
    in KV order, the same in every run.
@@ -43,6 +44,7 @@ Segment(worker=1, unit=1, tile_begin=0, tile_end=1, slot=None)
 Segment(worker=1, unit=2, tile_begin=0, tile_end=1, slot=3)
 Segment(worker=2, unit=2, tile_begin=1, tile_end=5, slot=4)
 Segment(worker=3, unit=2, tile_begin=5, tile_end=9, slot=6)
+>>> from pagedmla.paging.plan_cover import check_cover
 >>> check_cover(plan_persistent(units, 4), units)
 []
 
@@ -54,8 +56,7 @@ Two splits of each unit: the one without keys has two empty ones.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -276,74 +277,9 @@ def fixed_split_count(tiles_per_split: int, capacity_tiles: int) -> int:
     return max(1, -(-capacity_tiles // tiles_per_split))
 
 
-def check_cover(segments: Iterable[Segment], units: Sequence[Unit]) -> list[str]:
-    """Every breach of the invariants 1 and 3 to 5 above, in words; none for a right plan.
-
-    Args:
-        segments: of any schedule, in any order; from a device as well as from this module.
-        units: all units of the call.
-    """
-    found = _shared_rows(units)
-    of_unit: dict[int, list[Segment]] = defaultdict(list)
-    of_slot: dict[int, list[Segment]] = defaultdict(list)
-    for segment in segments:
-        of_unit[segment.unit].append(segment)
-        if segment.slot is not None:
-            of_slot[segment.slot].append(segment)
-    for slot, writers in sorted(of_slot.items()):
-        if len(writers) > 1 or slot < 0:
-            found.append(f"slot {slot} is written by workers {[writer.worker for writer in writers]}")
-    known = {unit.number for unit in units}
-    found += [f"unit {number} does not exist" for number in sorted(of_unit.keys() - known)]
-    for unit in units:
-        # by worker first: that tiles and slots then rise is what is to be shown
-        pieces = sorted(of_unit[unit.number], key=lambda piece: piece.worker)
-        found += [f"unit {unit.number} {breach}" for breach in _breaches(unit, pieces)]
-    return found
-
-
 def _split(unit: Unit, split: int, num_splits: int, begin: int, end: int) -> Segment:
     program = unit.number * num_splits + split
     return Segment(program, unit.number, begin, end, None if num_splits == 1 else program)
-
-
-def _breaches(unit: Unit, pieces: list[Segment]) -> list[str]:
-    if not pieces:
-        return ["has no writer"]
-    found = []
-    times = [0] * unit.kv_tiles
-    for piece in pieces:
-        if not 0 <= piece.tile_begin <= piece.tile_end <= unit.kv_tiles:
-            found.append(f"has {unit.kv_tiles} tiles, not {piece.tile_begin}..{piece.tile_end}")
-            continue
-        for tile in range(piece.tile_begin, piece.tile_end):
-            times[tile] += 1
-    # the one tile of a unit without keys may be taken or not
-    least = 1 if unit.key_tiles else 0
-    found += [f"tile {tile} is covered {n} times" for tile, n in enumerate(times) if not least <= n <= 1]
-    if [piece.worker for piece in pieces] != list(range(pieces[0].worker, pieces[0].worker + len(pieces))):
-        found.append(f"is cut among workers {[piece.worker for piece in pieces]}, which are not consecutive")
-    slots = [piece.slot for piece in pieces if piece.slot is not None]
-    if len(pieces) == 1 and slots:
-        found.append(f"is whole, and yet goes to slot {slots[0]}")
-    if len(pieces) > 1 and len(slots) < len(pieces):
-        found.append(f"has {len(pieces)} pieces and {len(slots)} slots")
-    if slots != sorted(slots):
-        found.append(f"has slots {slots}, which do not rise")
-    if any(before.tile_end > after.tile_begin for before, after in pairwise(pieces)):
-        found.append("has pieces that are not in KV order")
-    return found
-
-
-def _shared_rows(units: Sequence[Unit]) -> list[str]:
-    found = []
-    end, owner = 0, -1
-    for unit in sorted(units, key=lambda unit: unit.row_begin):
-        if unit.row_begin < end:
-            found.append(f"row {unit.row_begin} belongs to units {owner} and {unit.number}")
-        if unit.row_end > end:
-            end, owner = unit.row_end, unit.number
-    return found
 
 
 def _check_at_least(least: int, name: str, value: object) -> None:

@@ -198,6 +198,14 @@ def test_explain_counts_bytes_and_operations_by_hand() -> None:
     assert "unknown" in text
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_explain_names_the_backend_that_is_chosen(dtype: torch.dtype) -> None:
+    """Also where one that only runs when it is named would take the problem: the interpreter on a CPU."""
+    asked = problem(q_dtype=dtype, kv_layout="fp16" if dtype == torch.float16 else "bf16")
+    for target in (CPU, H200):
+        assert explain(asked, target).backend == choose_backend(asked, target)
+
+
 @pytest.mark.parametrize(
     ("given", "argument"),
     [((None,), "problem"), ((problem(), "cpu"), "target"), ((problem(), CPU, 3), "bounds")],

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from pagedmla.contract.errors import InvalidArgument
 from pagedmla.paging import work_plan as wp
-from pagedmla.paging.work_plan import Segment, Unit, check_cover, plan_persistent, plan_units
+from pagedmla.paging.plan_cover import check_cover
+from pagedmla.paging.work_plan import Segment, Unit, plan_persistent, plan_units
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
@@ -338,7 +339,9 @@ def test_wrong_counts_are_refused() -> None:
 
 
 def test_the_examples_in_the_module_and_the_page_are_true() -> None:
-    assert doctest.testmod(wp)[:2] == (0, 5)
+    failed, tried = doctest.testmod(wp)
+    assert failed == 0
+    assert tried > 0
     names: dict[str, object] = {}
     blocks = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     assert len(blocks) == 2

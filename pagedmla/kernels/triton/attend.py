@@ -18,6 +18,8 @@ import triton.language as tl
 from pagedmla.kernels.triton.pages import load_columns, tile_pages
 
 NEG_INF = tl.constexpr(float("-inf"))
+# turns a log-sum-exp in base 2 into a natural one
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -167,8 +169,9 @@ def attend_causal_end(
     KEYS_ON_M: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Keys key_begin .. key_end - 1, where rows differ in what they see: row r sees those below ``visible_len[r]`` i32
-    [BLOCK_M].
+    """Keys key_begin .. key_end - 1, where rows differ in what they see.
+
+    ``visible_len`` i32 [BLOCK_M]: row r sees the keys below visible_len[r].
 
     ``key_begin`` is a multiple of BLOCK_N, which is this loop's own: a tile passes through registers here.
 

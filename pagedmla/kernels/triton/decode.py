@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagedmla.kernels.triton.attend import attend, attend_causal_end
+from pagedmla.kernels.triton.attend import LN2, attend, attend_causal_end
 from pagedmla.kernels.triton.schedule import SEGMENT_FIELDS, kv_length
 
-LN2 = tl.constexpr(0.6931471805599453)
 # arguments that vary from step to step: a compilation for each kind of value would be one too many
 STEP_ARGUMENTS = (
     "num_seqs", "num_tokens", "num_pages", "capacity",

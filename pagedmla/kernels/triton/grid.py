@@ -121,7 +121,7 @@ def largest_grid(
     if grid.persistent:
         # whatever the number of lanes, and however few workers it leaves over
         return replace(grid, segments=MOST_LANES * grid.segments)
-    if is_split(problem) and not problem.batch_invariant and problem.num_kv_splits is None:
+    if not problem.batch_invariant and problem.num_kv_splits is None:
         # fewer row tiles are cut into more splits: units * ceil(workers / units) < units + workers
         most = units + target.compute_units * config.programs_per_compute_unit
         return replace(grid, programs=most, slots=most, segments=most)

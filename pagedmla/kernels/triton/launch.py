@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 
 from pagedmla.contract.arguments import DecodeArguments
 from pagedmla.contract.problem import BatchBounds, DecodeProblem
+from pagedmla.contract.rules_triton import padded
 from pagedmla.contract.target import Target
 from pagedmla.kernels.policy import (
     CAUSAL_END_BLOCK_N,
     TritonDecodeConfig,
     TritonMergeConfig,
-    padded,
     triton_decode_config,
     triton_decode_configs,
     triton_merge_config,
@@ -59,7 +58,8 @@ def decode(
     grid = decode_grid(problem, target, config, units, args.num_seqs, capacity, args.shared_row_tiles)
     layout = _layout(problem, config, grid, args.num_tokens)
     parts = layout.carve(args.workspace, args.q.device)
-    with on_device(args.q.device):
+    # Triton launches on the current device, whatever the tensors say
+    with torch.cuda.device_of(args.q):
         _launch_plan(args, config, grid, capacity, parts)
         _launch_decode(args, problem, config, grid, capacity, parts, out, lse)
         if grid.slots:
@@ -78,13 +78,13 @@ def workspace_size(problem: DecodeProblem, bounds: BatchBounds, target: Target) 
     return largest
 
 
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes ``device`` current for a launch: Triton launches on the current one, whatever the tensors say."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def _capacity(max_pages: int, problem: DecodeProblem) -> int:
     return min(max_pages * problem.page_size, _MOST_TOKENS)
+
+
+def _query_starts(args: DecodeArguments) -> torch.Tensor:
+    # an even batch has none, and its kernels read none: any i32 pointer will do
+    return args.cu_seqlens_q if args.cu_seqlens_q is not None else args.seq_lens
 
 
 def _layout(
@@ -102,7 +102,7 @@ def _layout(
 def _launch_plan(
     args: DecodeArguments, config: TritonDecodeConfig, grid: DecodeGrid, capacity: int, parts: Workspace
 ) -> None:
-    starts = args.cu_seqlens_q if args.cu_seqlens_q is not None else args.seq_lens
+    starts = _query_starts(args)
     batch = (
         args.seq_lens, args.seq_lens.stride(0), starts, starts.stride(0),
         args.num_seqs, args.num_tokens, args.even_q_len or 0, args.num_heads, capacity,
@@ -130,7 +130,7 @@ def _launch_decode(
     rank, rope = problem.kv_lora_rank, problem.qk_rope_head_dim
     # without a pair, the rotated part is the end of the same rows; without RoPE nothing is read
     q_pe = args.q_pe if args.q_pe is not None else args.q[:, :, rank:] if rope else args.q
-    starts = args.cu_seqlens_q if args.cu_seqlens_q is not None else args.seq_lens
+    starts = _query_starts(args)
     # one query token sees every key: the causal rule has nothing to hide
     causal = args.causal and args.most_query_tokens > 1
     packed = args.kv_cache.stride()[:2] == (problem.page_size * problem.head_dim_qk, problem.head_dim_qk)
@@ -195,7 +195,7 @@ def plan_constants(config: TritonDecodeConfig, ragged: bool) -> dict[str, Any]:
 def decode_constants(
     problem: DecodeProblem, config: TritonDecodeConfig, ragged: bool, causal: bool, packed: bool
 ) -> dict[str, Any]:
-    """The compile-time arguments of the decode kernels: everything that makes another compilation."""
+    """The compile-time arguments of the decode kernel: everything that makes another compilation."""
     return {
         "RAGGED": ragged,
         "CAUSAL": causal,

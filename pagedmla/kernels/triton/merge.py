@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-LN2 = tl.constexpr(0.6931471805599453)
+from pagedmla.kernels.triton.attend import LN2
 
 
 @triton.jit

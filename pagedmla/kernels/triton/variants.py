@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from pagedmla.contract.problem import DecodeProblem
+from pagedmla.contract.rules_triton import padded
 from pagedmla.contract.support import AXES, refusals
 from pagedmla.contract.target import Target
-from pagedmla.kernels.policy import TritonDecodeConfig, padded, triton_decode_configs, triton_merge_config
+from pagedmla.kernels.policy import TritonDecodeConfig, triton_decode_configs, triton_merge_config
 from pagedmla.kernels.triton.launch import (
     PLAN_WARPS,
     decode_constants,
@@ -29,7 +30,7 @@ TRITON_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "
 _PLAN_POINTERS = dict.fromkeys(("segments", "shares", "row_pieces", "seq_lens", "cu_seqlens_q"), "i32")
 _MERGE_POINTERS = {"partial_out": "fp32", "partial_lse": "fp32", "row_pieces": "i32", "lse": "fp32"}
 _DECODE_POINTERS = {
-    **dict.fromkeys(("shares", "segments", "row_pieces", "block_table", "seq_lens", "cu_seqlens_q"), "i32"),
+    **dict.fromkeys(("shares", "segments", "block_table", "seq_lens", "cu_seqlens_q"), "i32"),
     **dict.fromkeys(("lse", "partial_out", "partial_lse"), "fp32"),
 }
 

@@ -19,10 +19,10 @@ from pagedmla.kernels.policy import TritonDecodeConfig
 from pagedmla.kernels.triton.grid import DecodeGrid, decode_grid, most_units
 from pagedmla.kernels.triton.launch import PLAN_WARPS, plan_constants
 from pagedmla.kernels.triton.schedule import plan_persistent_kernel, plan_split_kernel
+from pagedmla.paging.plan_cover import check_cover
 from pagedmla.paging.work_plan import (
     Segment,
     Unit,
-    check_cover,
     plan_fixed_splits,
     plan_persistent,
     plan_split,
