@@ -5,6 +5,8 @@ A row tile is BLOCK_M (query token, head) pairs of one sequence; all of them use
     acc f32   sum of exp2(score - m) * value; [BLOCK_M, BLOCK_D], transposed with KEYS_ON_M
     m   f32   [BLOCK_M], largest score so far, in base 2 (scores are multiplied by log2 e, which exp2 wants)
     l   f32   [BLOCK_M], sum of exp2(score - m)
+    c   f32   [BLOCK_M], what the additions to l have rounded up so far (Kahan 1965): with one dominating key, thousands of
+              tiles that each add less than half an ulp would be lost, and lse with them
 
 KEYS_ON_M puts the KV tile's tokens, not the rows, on the matrix unit's M side: Hopper's unit takes 64 at least there, and with
 16 rows three quarters of it would idle.
@@ -83,12 +85,21 @@ def score(
 
 
 @triton.jit
+def add_compensated(total, error, term):
+    """(total + term, its rounding error), with the rounding error of the additions before taken off first."""
+    term = term - error
+    result = total + term
+    return result, (result - total) - term
+
+
+@triton.jit
 def accumulate(
     s,
     latent,
     acc,
     m,
     l,
+    c,
     MAY_BE_HIDDEN: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -99,11 +110,11 @@ def accumulate(
     shift = tl.where(m_new == NEG_INF, 0.0, m_new) if MAY_BE_HIDDEN else m_new
     p = tl.exp2(s - along_keys(shift, KEYS_ON_M))
     alpha = tl.exp2(m - shift)
-    l = l * alpha + tl.sum(p, 0 if KEYS_ON_M else 1)
+    l, c = add_compensated(l * alpha, c * alpha, tl.sum(p, 0 if KEYS_ON_M else 1))
     acc = acc * along_keys(alpha, KEYS_ON_M)
     weights = p.to(latent.dtype)
     acc = dot(tl.trans(latent), weights, acc, WIDEN) if KEYS_ON_M else dot(weights, latent, acc, WIDEN)
-    return acc, m_new, l
+    return acc, m_new, l, c
 
 
 @triton.jit
@@ -118,6 +129,7 @@ def attend(
     acc,
     m,
     l,
+    c,
     PAGE_SIZE: tl.constexpr,
     PACKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -142,8 +154,8 @@ def attend(
         s = score(q_latent, q_rope, latent, rope, scale_log2, R > 0, KEYS_ON_M, WIDEN)
         if first + BLOCK_N > kv_len:
             s = tl.where(along_rows(first + tl.arange(0, BLOCK_N) < kv_len, KEYS_ON_M), s, NEG_INF)
-        acc, m, l = accumulate(s, latent, acc, m, l, False, KEYS_ON_M, WIDEN)
-    return acc, m, l
+        acc, m, l, c = accumulate(s, latent, acc, m, l, c, False, KEYS_ON_M, WIDEN)
+    return acc, m, l, c
 
 
 @triton.jit
@@ -159,6 +171,7 @@ def attend_causal_end(
     acc,
     m,
     l,
+    c,
     PAGE_SIZE: tl.constexpr,
     PACKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -193,5 +206,5 @@ def attend_causal_end(
         s = tl.where(along_rows(broken, KEYS_ON_M), float("nan"), s)
         key = along_rows(first + tl.arange(0, BLOCK_N), KEYS_ON_M)
         s = tl.where(key < along_keys(visible_len, KEYS_ON_M), s, NEG_INF)
-        acc, m, l = accumulate(s, latent, acc, m, l, True, KEYS_ON_M, WIDEN)
-    return acc, m, l
+        acc, m, l, c = accumulate(s, latent, acc, m, l, c, True, KEYS_ON_M, WIDEN)
+    return acc, m, l, c

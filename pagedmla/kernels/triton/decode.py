@@ -93,6 +93,7 @@ def run_segment(
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
+    c = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_D, BLOCK_M] if KEYS_ON_M else [BLOCK_M, BLOCK_D], tl.float32)
     # the padding is one row past the table: its length is 0, so the row is never read
     table_row = block_table + sequence.to(tl.int64) * table_stride
@@ -102,18 +103,18 @@ def run_segment(
         # the earliest query of the tile sees the least; below that, nothing is hidden from anybody
         seen_by_all = kv_len - q_len + (row_tile * BLOCK_M) // NUM_HEADS + 1
         full_end = tl.minimum(real_end, tl.maximum(seen_by_all, 0) // BLOCK_N)
-    acc, m, l = attend(
+    acc, m, l, c = attend(
         q_latent, q_rope, (kv_cache, kv_page_stride, kv_token_stride, num_pages, table_row, table_column_stride),
-        kv_len, tile_begin, full_end, scale_log2, acc, m, l,
+        kv_len, tile_begin, full_end, scale_log2, acc, m, l, c,
         PAGE_SIZE, PACKED, BLOCK_N, D, BLOCK_D, R, BLOCK_R, KEYS_ON_M, WIDEN,
     )  # fmt: skip
     if CAUSAL:
         # bottom-right aligned: query j of n sees keys 0 .. kv_len - n + j
         visible_len = kv_len - q_len + query + 1
-        acc, m, l = attend_causal_end(
+        acc, m, l, c = attend_causal_end(
             q_latent, q_rope, (kv_cache, kv_page_stride, kv_token_stride, num_pages, table_row, table_column_stride),
             kv_len, visible_len, tl.maximum(tile_begin, full_end) * BLOCK_N, tl.minimum(real_end * BLOCK_N, kv_len),
-            scale_log2, acc, m, l,
+            scale_log2, acc, m, l, c,
             PAGE_SIZE, PACKED, END_BLOCK_N, D, BLOCK_D, R, BLOCK_R, KEYS_ON_M, WIDEN,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from triton_backend import arguments, checked, make_batch
+from triton_backend import DEVICE, arguments, checked, make_batch
 
 import pagedmla
 from pagedmla import BatchBounds, DecodeProblem, Target
@@ -45,7 +45,7 @@ def test_more_splits_than_tiles_take_no_memory() -> None:
     assert grid.num_splits == 640 // config.block_n
     sizes = [
         pagedmla.workspace_size(replace(problem, q_dtype=torch.float16, kv_layout="fp16", num_kv_splits=n),
-                                BatchBounds(4, 10), "cpu", "triton")
+                                BatchBounds(4, 10), DEVICE, "triton")
         for n in (640, 65535)
     ]  # fmt: skip
     assert sizes[0] == sizes[1]

@@ -11,7 +11,19 @@ from batches import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import batches, seeds
-from triton_backend import DTYPES, INVARIANT, MODES, arguments, checked, decode, few, make_batch, rows_of, run
+from triton_backend import (
+    DTYPES,
+    INVARIANT,
+    MODES,
+    ON_CARD,
+    arguments,
+    checked,
+    decode,
+    few,
+    make_batch,
+    rows_of,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("short_cuts")
 
@@ -72,6 +84,24 @@ def test_all_scores_far_below_zero(mode: dict[str, Any]) -> None:
         keys[:, -1] = -256.0
         batch.queries[sequence][..., -1] = 4096.0
     assert checked(arguments(batch), **mode)[1].max() < -1e5
+
+
+@pytest.mark.parametrize("causal_end", [False, True])
+def test_a_long_tail_beside_one_dominating_key_is_not_lost(causal_end: bool) -> None:
+    """Each tile adds less than half an ulp to the sum of weights; all of them together move lse by 3e-5."""
+    length = 131072 if ON_CARD else 16384
+    batch = make_batch([length], [2 if causal_end else 1], num_heads=1, dims=(16, 0))
+    keys, queries = batch.tokens[0], batch.queries[0]
+    queries[...] = 0.0
+    queries[..., 0] = 16.0
+    # 20.1 nats below the first key, whose score is 0: a tile of 32 tokens brings exp(-20.1) * 32 = 5.8e-8 of the sum
+    keys[:, 0] = -9.68
+    keys[0, 0] = 0.0
+    call = arguments(batch, 64)
+    if causal_end:
+        # the second query sees everything, the first all but the last key
+        call["q"][0] = call["q"][1]
+    checked(call, num_kv_splits=1)
 
 
 def test_autocast_and_inference_mode_change_no_bit() -> None:
