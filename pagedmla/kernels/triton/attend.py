@@ -85,11 +85,31 @@ def score(
 
 
 @triton.jit
-def add_compensated(total, error, term):
-    """(total + term, its rounding error), with the rounding error of the additions before taken off first."""
-    term = term - error
-    result = total + term
-    return result, (result - total) - term
+def add_compensated(total, error, factor, term):
+    """(factor * total + term, its rounding error), with the rounding error of the additions before taken off first.
+
+    Products and sums are fused by name: left to the compiler, they would be fused in one loop and not in the other, and a row's
+    bits would depend on which loop met its keys.
+    """
+    term = tl.fma(-error, factor, term)
+    result = tl.fma(total, factor, term)
+    return result, tl.fma(-total, factor, result) - term
+
+
+@triton.jit
+def ordered_sum(p, KEYS_ON_M: tl.constexpr):
+    """Sums over keys as a tree of neighbours, f32 [BLOCK_M].
+
+    tl.sum adds in the order of the threads that hold the numbers, which differs between the two loops below.
+    """
+    if KEYS_ON_M:
+        p = tl.trans(p)
+    # tiles of this mode have 32 keys at most (policy.CAUSAL_END_BLOCK_N)
+    for _ in tl.static_range(5):
+        if p.shape[1] > 1:
+            even, odd = tl.split(tl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+            p = even + odd
+    return tl.reshape(p, [p.shape[0]])
 
 
 @triton.jit
@@ -101,16 +121,21 @@ def accumulate(
     l,
     c,
     MAY_BE_HIDDEN: tl.constexpr,
+    ORDERED: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One step of the online softmax; hidden scores are -inf.  MAY_BE_HIDDEN: a row may have seen no key so far."""
+    """One step of the online softmax; hidden scores are -inf.
+
+    MAY_BE_HIDDEN: a row may have seen no key so far.  ORDERED: the bits do not depend on the loop that this step is in.
+    """
     m_new = tl.maximum(m, tl.max(s, 0 if KEYS_ON_M else 1))
     # a row without a key yet: any finite number stands for its maximum, so that -inf - m is -inf and not nan
     shift = tl.where(m_new == NEG_INF, 0.0, m_new) if MAY_BE_HIDDEN else m_new
     p = tl.exp2(s - along_keys(shift, KEYS_ON_M))
     alpha = tl.exp2(m - shift)
-    l, c = add_compensated(l * alpha, c * alpha, tl.sum(p, 0 if KEYS_ON_M else 1))
+    p_sum = ordered_sum(p, KEYS_ON_M) if ORDERED else tl.sum(p, 0 if KEYS_ON_M else 1)
+    l, c = add_compensated(l, c, alpha, p_sum)
     acc = acc * along_keys(alpha, KEYS_ON_M)
     weights = p.to(latent.dtype)
     acc = dot(tl.trans(latent), weights, acc, WIDEN) if KEYS_ON_M else dot(weights, latent, acc, WIDEN)
@@ -137,6 +162,7 @@ def attend(
     BLOCK_D: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    ORDERED: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -154,7 +180,7 @@ def attend(
         s = score(q_latent, q_rope, latent, rope, scale_log2, R > 0, KEYS_ON_M, WIDEN)
         if first + BLOCK_N > kv_len:
             s = tl.where(along_rows(first + tl.arange(0, BLOCK_N) < kv_len, KEYS_ON_M), s, NEG_INF)
-        acc, m, l, c = accumulate(s, latent, acc, m, l, c, False, KEYS_ON_M, WIDEN)
+        acc, m, l, c = accumulate(s, latent, acc, m, l, c, False, ORDERED, KEYS_ON_M, WIDEN)
     return acc, m, l, c
 
 
@@ -179,6 +205,7 @@ def attend_causal_end(
     BLOCK_D: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    ORDERED: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -206,5 +233,5 @@ def attend_causal_end(
         s = tl.where(along_rows(broken, KEYS_ON_M), float("nan"), s)
         key = along_rows(first + tl.arange(0, BLOCK_N), KEYS_ON_M)
         s = tl.where(key < along_keys(visible_len, KEYS_ON_M), s, NEG_INF)
-        acc, m, l, c = accumulate(s, latent, acc, m, l, c, True, KEYS_ON_M, WIDEN)
+        acc, m, l, c = accumulate(s, latent, acc, m, l, c, True, ORDERED, KEYS_ON_M, WIDEN)
     return acc, m, l, c

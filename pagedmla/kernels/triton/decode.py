@@ -53,6 +53,7 @@ def run_segment(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     END_BLOCK_N: tl.constexpr,
+    ORDERED: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -106,7 +107,7 @@ def run_segment(
     acc, m, l, c = attend(
         q_latent, q_rope, (kv_cache, kv_page_stride, kv_token_stride, num_pages, table_row, table_column_stride),
         kv_len, tile_begin, full_end, scale_log2, acc, m, l, c,
-        PAGE_SIZE, PACKED, BLOCK_N, D, BLOCK_D, R, BLOCK_R, KEYS_ON_M, WIDEN,
+        PAGE_SIZE, PACKED, BLOCK_N, D, BLOCK_D, R, BLOCK_R, ORDERED, KEYS_ON_M, WIDEN,
     )  # fmt: skip
     if CAUSAL:
         # bottom-right aligned: query j of n sees keys 0 .. kv_len - n + j
@@ -115,7 +116,7 @@ def run_segment(
             q_latent, q_rope, (kv_cache, kv_page_stride, kv_token_stride, num_pages, table_row, table_column_stride),
             kv_len, visible_len, tl.maximum(tile_begin, full_end) * BLOCK_N, tl.minimum(real_end * BLOCK_N, kv_len),
             scale_log2, acc, m, l, c,
-            PAGE_SIZE, PACKED, END_BLOCK_N, D, BLOCK_D, R, BLOCK_R, KEYS_ON_M, WIDEN,
+            PAGE_SIZE, PACKED, END_BLOCK_N, D, BLOCK_D, R, BLOCK_R, ORDERED, KEYS_ON_M, WIDEN,
         )  # fmt: skip
 
     if RAGGED:
@@ -195,6 +196,7 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     END_BLOCK_N: tl.constexpr,
+    ORDERED: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -234,5 +236,5 @@ def decode_kernel(
             tl.load(segment + 5) == 1, tl.load(segment + 6), tl.load(segment + 7),
             batch, queries, cache, outputs, partials, scale_log2,
             RAGGED, CAUSAL, NUM_HEADS, PAGE_SIZE, PACKED, D, BLOCK_D, R, BLOCK_R,
-            BLOCK_M, BLOCK_N, END_BLOCK_N, KEYS_ON_M, WIDEN,
+            BLOCK_M, BLOCK_N, END_BLOCK_N, ORDERED, KEYS_ON_M, WIDEN,
         )  # fmt: skip

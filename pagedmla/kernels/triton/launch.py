@@ -211,6 +211,7 @@ def decode_constants(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "END_BLOCK_N": min(config.block_n, CAUSAL_END_BLOCK_N),
+        "ORDERED": problem.batch_invariant,
         "KEYS_ON_M": config.keys_on_m,
         "WIDEN": INTERPRETED,
         "OVERLAPPED": config.overlapped_launches,

@@ -192,6 +192,7 @@ def _decode_variants(problem: DecodeProblem, config: TritonDecodeConfig) -> Iter
                 causal,
                 ragged,
                 packed,
+                constants["ORDERED"],
             ),
         )
 
