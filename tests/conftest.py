@@ -31,7 +31,7 @@ _MARKERS = (
     "large: reserves about 4.5 GB of address space, nearly all of it untouched",
     "all_threads: runs with torch's own number of threads; the other numerical tests use one",
 )
-_ONE_THREAD = tuple(str(TESTS / name) for name in ("reference", "conformance", "kernels"))
+_ONE_THREAD = tuple(str(TESTS / name) for name in ("reference", "conformance", "kernels", "compat"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
