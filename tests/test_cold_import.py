@@ -19,6 +19,7 @@ BLOCKED = (
     "rich",
     "vllm",
     "hypothesis",
+    "jinja2",
     "pytest",
 )
 

@@ -35,7 +35,7 @@ def layer(*imports: str, third_party: tuple[str, ...] = ()) -> Layer:
 
 
 _CORE = ("contract", "paging")
-_KERNELS = ("kernels", "kernels.torch", "kernels.triton", "kernels.gluon")
+_KERNELS = ("kernels", "kernels.torch", "kernels.split_kv", "kernels.triton", "kernels.gluon")
 _API = (*_CORE, "decode", "ops", "root")
 LAYERS: dict[str, Layer] = {
     "contract": layer(),
@@ -44,8 +44,10 @@ LAYERS: dict[str, Layer] = {
     # the registry and the policy; backends are loaded by name
     "kernels": layer(*_CORE, *_KERNELS[1:]),
     "kernels.torch": layer(*_CORE),
-    "kernels.triton": layer(*_CORE, third_party=("triton",)),
-    "kernels.gluon": layer(*_CORE, third_party=("triton",)),
+    # no backend: the plan and the merge around those that cut keys by a plan on the device
+    "kernels.split_kv": layer(*_CORE, third_party=("triton",)),
+    "kernels.triton": layer(*_CORE, "kernels.split_kv", third_party=("triton",)),
+    "kernels.gluon": layer(*_CORE, "kernels.split_kv", third_party=("triton",)),
     "decode": layer(*_CORE, *_KERNELS, "ops"),
     "ops": layer(*_CORE, *_KERNELS, "decode"),
     # pagedmla/__init__.py: names only
@@ -54,7 +56,10 @@ LAYERS: dict[str, Layer] = {
     "compat": layer(*_API),
     "distributed": layer(*_API),
     "integrations": layer(*_API, third_party=("transformers", "vllm")),
-    "conformance": layer(*_API, "reference"),
+    # pytest: in its plug-in alone; the others behind the extra, or to ask whether somebody's software is here
+    "conformance": layer(
+        *_API, "reference", third_party=("hypothesis", "jinja2", "pytest", "triton", "vllm", "flashinfer")
+    ),
     "bench": layer(*_API, "conformance", third_party=("triton",)),
     "cli": layer(
         *_API,

@@ -1,14 +1,16 @@
-"""``pagedmla check``: every accepted configuration of this machine, against the fp64 oracle."""
+"""``pagedmla check``: every accepted configuration of this machine, against the fp64 oracle; or any implementation."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagedmla.cli.check_impl import ImplOptions, check_impl
 from pagedmla.cli.check_runs import Job, default_processes, run_jobs
 from pagedmla.cli.console import EXIT_FAILED, fail, usable_device, user_errors
 
@@ -33,13 +35,46 @@ def check(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Run so many at a time; left out: 1 on a CPU, one a processor on a GPU."),
+        typer.Option(
+            min=1, help="Run so many at a time; left out: 1 on a CPU (--impl: 2), one a processor on a GPU."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
+    impl: Annotated[
+        str, typer.Option(metavar="NAME", help="Examine this implementation; module:function for your own.")
+    ] = "",
+    kind: Annotated[
+        str,
+        typer.Option(metavar="KINDS", help="With --impl: kinds of fault, such as PAGE,LSE; left out: all."),
+    ] = "",
+    config: Annotated[
+        str, typer.Option(metavar="TEXT", help="With --impl: configurations with TEXT in their name.")
+    ] = "",
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="With --impl: most examples of a property; left out: 20.")
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(min=1, help="With --impl: seconds until what does not move is killed; left out: 300."),
+    ] = None,
+    peers: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With --impl: folder of the software's files.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With --impl: of the examples; left out: 0.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --impl: write the report as a page there.")
+    ] = None,
 ) -> None:
-    """Run every accepted configuration of this machine against the oracle; exit 1 if any fails."""
+    """Run every accepted configuration of this machine against the oracle, or ask an implementation; exit 1 if any fails."""
+    of_impl = ImplOptions(kind, config, examples, time_limit, peers, seed, html)
+    if impl:
+        others = {"--backend": backend, "--filter": name_filter, "--limit": limit}
+        _only_with("without --impl", [name for name, value in others.items() if value not in (None, "")])
+        check_impl(impl, of_impl, device, processes, as_json)
+        return
+    _only_with("with --impl NAME", of_impl.given())
     with user_errors():
         chosen_device = usable_device(device)
         jobs = select_jobs(chosen_device, backend, name_filter, limit)
@@ -59,6 +94,11 @@ def check(
         _print_summary(results, failed, seconds)
     if failed:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _only_with(condition: str, given: list[str]) -> None:
+    if given:
+        fail(f"{', '.join(given)}: only {condition}")
 
 
 def select_jobs(device: torch.device, backend: str | None, name_filter: str, limit: int | None) -> list[Job]:

@@ -1,11 +1,13 @@
-"""Peers: where they are looked for, what is said when they are not there, and that each is called by its own convention.
+"""Peers of the benchmark: adapters of the conformance kit over our batches, called without their lse.
 
-The peers themselves need a GPU.  Stand-ins with their signatures compute with the reference from exactly what they are handed,
-so an argument in the wrong place gives a wrong value.
+How each is found, loaded and called is tested with the adapters; here, that the benchmark hands them the right batch, that
+their plans are made before the time runs, and what is said when they are not there.  The stand-ins compute with the reference
+from exactly what they are handed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +21,11 @@ import pagedmla
 from pagedmla.bench.batch import SOFTMAX_SCALE, DecodeBatch, expected_sequences
 from pagedmla.bench.contenders import load_peers
 from pagedmla.bench.peers import PEER_NAMES, make_peer
-from pagedmla.bench.peers.peer import find_software
+from pagedmla.bench.peers.peer import AdapterPeer, call_of
 from pagedmla.bench.verify import check_result
+from pagedmla.conformance.adapters import limits
+from pagedmla.conformance.adapters.adapter import PreparedCall
+from pagedmla.conformance.adapters.ours import Ours
 from pagedmla.contract.errors import InvalidArgument
 from pagedmla.contract.target import Target
 
@@ -67,8 +72,9 @@ def test_a_peer_that_is_nowhere_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_unknown_names_and_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="vllm_triton"):
-        make_peer("tensorrt")
+    for name in ("tensorrt", "pagedmla", "aiter"):
+        with pytest.raises(InvalidArgument, match="vllm_triton"):
+            make_peer(name)
     with pytest.raises(InvalidArgument, match="a folder"):
         load_peers([], tmp_path / "none")
 
@@ -86,30 +92,34 @@ def test_a_file_that_is_no_library_is_a_reason(tmp_path: Path) -> None:
     assert "a_module_that_nobody_has" in absent["vllm_triton"]
 
 
-def test_the_version_is_the_wheels_or_the_files_own(tmp_path: Path) -> None:
-    (tmp_path / "x.so").write_bytes(b"abc")
-    found = find_software("somebody", ("inner/x.so",), tmp_path)
-    assert not isinstance(found, str)
-    assert found.path == tmp_path / "x.so"
-    assert found.version == "somebody, file ba7816bf8f01"  # SHA-256 of "abc"
-    (tmp_path / "somebody-1.2.dist-info").mkdir()
-    found = find_software("somebody", ("inner/x.so",), tmp_path)
-    assert not isinstance(found, str)
-    assert (found.version, found.installed) == ("somebody 1.2", False)
-    installed = find_software("torch", ("nn/modules/linear.py",), None)
-    assert not isinstance(installed, str)
-    assert (installed.installed, installed.path.name) == (True, "linear.py")
-    assert "is installed without nothing.so" in str(find_software("torch", ("nothing.so",), None))
-
-
 def test_vllms_lone_file_runs_and_leaves_no_stand_in_behind(tmp_path: Path) -> None:
     (tmp_path / "vllm_triton_decode.py").write_text(LONE_FILE)
     before = vllm_modules()
     loaded, absent = load_peers(["vllm_triton"], tmp_path)
     assert absent == {}
     assert vllm_modules() == before
+    assert loaded[0].version.startswith("vllm, file ")
     batch = small_batch(1300, 5, page_size=64)
     assert_right(batch, loaded[0].prepare(batch)())
+
+
+def test_a_batch_of_the_benchmark_is_a_call_of_the_kit() -> None:
+    batch = small_batch(131, 7, 33, q_len=2, dtype=torch.float16)
+    call = call_of(batch)
+    for name in ("q", "kv_cache", "block_table", "seq_lens"):
+        assert getattr(call, name) is getattr(batch, name)
+    assert call.softmax_scale == SOFTMAX_SCALE == 192**-0.5
+    assert call.causal
+    spec = call.spec
+    assert (spec.seq_lens, spec.query_counts, spec.ragged) == ((131, 7, 33), (2, 2, 2), False)
+    assert (spec.num_heads, spec.page_size, spec.q_dtype, spec.cache_dtype) == (
+        3,
+        16,
+        torch.float16,
+        torch.float16,
+    )
+    out, _ = pagedmla.decode(call.q, call.kv_cache, call.block_table, call.seq_lens, **call.semantics())
+    assert_right(batch, out)
 
 
 @pytest.mark.parametrize("q_len", [1, 2])
@@ -128,11 +138,11 @@ def test_flash_mla_is_called_by_its_convention(monkeypatch: pytest.MonkeyPatch, 
         tile_scheduler_metadata: Tensor | None,
         num_splits: Tensor | None,
         out: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, object, Tensor, Tensor]:
         calls.append((tile_scheduler_metadata, num_splits, out))
         assert head_size_v == 512
         assert k_cache.shape[2] == 1
-        result, lse = pagedmla.reference.decode(
+        result, _ = pagedmla.reference.decode(
             q.flatten(0, 1),
             k_cache[:, :, 0],
             block_table,
@@ -141,7 +151,8 @@ def test_flash_mla_is_called_by_its_convention(monkeypatch: pytest.MonkeyPatch, 
             causal=is_causal,
         )
         out = torch.empty(*q.shape[:3], 512, dtype=q.dtype) if out is None else out
-        return out.copy_(result.view(out.shape)), lse, schedule, splits
+        # no tensor: lse is not touched
+        return out.copy_(result.view(out.shape)), "lse", schedule, splits
 
     monkeypatch.setattr(torch.ops._flashmla_C, "dense_decode_fwd", dense_decode_fwd, raising=False)
     batch = small_batch(131, 7, q_len=q_len, page_size=64)
@@ -165,7 +176,7 @@ FA3_ARGUMENTS = (
 
 
 def test_fa3_is_called_by_its_convention(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fwd(*arguments: Any) -> tuple[Tensor]:
+    def fwd(*arguments: Any) -> tuple[Tensor, object]:
         a = SimpleNamespace(**dict(zip(FA3_ARGUMENTS.split(), arguments, strict=True)))
         none = "k_new v_new out cu_seqlens_k seqused_q kv_batch_idx rotary_cos q_descale scheduler_metadata sinks pack_gqa"
         assert all(getattr(a, name) is None for name in none.split())
@@ -176,7 +187,9 @@ def test_fa3_is_called_by_its_convention(monkeypatch: pytest.MonkeyPatch) -> Non
             0,
             1,
         )
-        assert (a.max_seqlen_q, a.max_seqlen_k) == (2, 131)
+        # keys: 9 pages of 16 tokens hold the longest sequence
+        assert (a.max_seqlen_q, a.max_seqlen_k) == (2, 144)
+        assert a.cu_seqlens_q.tolist() == [0, 2, 4, 6]
         out, _ = pagedmla.reference.decode(
             (a.q_v, a.q),
             torch.cat([a.v, a.k], dim=-1)[:, :, 0],
@@ -186,7 +199,7 @@ def test_fa3_is_called_by_its_convention(monkeypatch: pytest.MonkeyPatch) -> Non
             softmax_scale=a.softmax_scale,
             causal=a.causal,
         )
-        return (out.to(a.q.dtype),)
+        return out.to(a.q.dtype), "lse"
 
     monkeypatch.setattr(torch.ops._vllm_fa3_C, "fwd", fwd, raising=False)
     batch = small_batch(131, 7, 33, q_len=2)
@@ -196,10 +209,15 @@ def test_fa3_is_called_by_its_convention(monkeypatch: pytest.MonkeyPatch) -> Non
 FLASHINFER = """
 import torch
 class BatchMLAPagedAttentionWrapper:
-    def __init__(self, workspace, backend):
+    plans = 0
+    def __init__(self, workspace, use_cuda_graph, qo_indptr, kv_indptr, kv_indices, kv_len_arr, backend):
+        self.buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         self.backend = backend
     def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal,
              sm_scale, q_data_type, kv_data_type):
+        type(self).plans += 1
+        for buffer, given in zip(self.buffers, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)):
+            buffer[:len(given)] = given
         self.__dict__.update(locals())
     def run(self, q_nope, q_pe, ckv_cache, kpe_cache, out=None):
         import pagedmla
@@ -230,7 +248,33 @@ def test_flashinfer_out_of_a_folder_is_called_by_its_convention(
         ("flashinfer_fa2", "flashinfer 9.9"),
     ]
     batch = small_batch(131, 7, 33, q_len=2)
-    assert_right(batch, loaded[0].prepare(batch)())
+    run = loaded[0].prepare(batch)
+    assert_right(batch, run())
+    assert_right(batch, run())
+    # planned outside of the time, and asked for no lse: run() of this stand-in takes none
+    assert sys.modules["flashinfer.mla"].BatchMLAPagedAttentionWrapper.plans == 1
+
+
+def test_a_peer_is_asked_for_no_lse_and_gives_out_alone() -> None:
+    class Watched(Ours):
+        asked: Any = None
+
+        def prepare(self, call: Any, options: Any, out: Any = None, lse: Any = None) -> Any:
+            self.asked = options
+            prepared = super().prepare(call, {}, out, lse)
+            return PreparedCall(prepared.run)
+
+        def refuses(self, spec: Any, options: Any, device: torch.device) -> str | None:
+            return super().refuses(spec, {}, device)
+
+    adapter = Watched("torch")
+    peer, batch = AdapterPeer(adapter), small_batch(131, 7)
+    assert (peer.name, peer.version, peer.load(None)) == ("pagedmla:torch", pagedmla.__version__, None)
+    assert peer.supports(batch) is None
+    assert_right(batch, peer.prepare(batch)())
+    assert adapter.asked == {"return_lse": False}
+    eight_bits = dataclasses.replace(batch, q=batch.q.to(torch.float8_e4m3fn))
+    assert peer.supports(eight_bits) is not None
 
 
 @pytest.mark.parametrize("name", PEER_NAMES)
@@ -239,9 +283,10 @@ def test_no_peer_takes_a_cpu_or_32_bits(name: str) -> None:
 
 
 def test_what_peers_take_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "Target", SimpleNamespace(detect=lambda device: HOPPER))
+    monkeypatch.setattr(DecodeBatch, "device", torch.device("cuda"))
+
     def refusal(name: str, batch: DecodeBatch) -> str | None:
-        monkeypatch.setitem(batch.__dict__, "target", HOPPER)
-        monkeypatch.setattr(DecodeBatch, "device", torch.device("cuda"))
         return make_peer(name).supports(batch)
 
     usual, other_page = small_batch(7, page_size=64), small_batch(7, page_size=16)
@@ -251,4 +296,3 @@ def test_what_peers_take_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (refusal(name, other_page) is None) == (name != "flash_mla")
         assert (refusal(name, two) is None) == (name != "vllm_triton")
         assert "float32" in (refusal(name, wide) or "")
-    assert SOFTMAX_SCALE == 192**-0.5

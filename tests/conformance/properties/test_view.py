@@ -1,0 +1,202 @@
+"""The VIEW properties hold for a right decode, and each rejects one that takes every tensor for a packed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagedmla.conformance.adapters.adapter import Adapter, Options, Prepared, PreparedCall
+from pagedmla.conformance.adapters.ours import Ours
+from pagedmla.conformance.builder import Call
+from pagedmla.conformance.configurations import Configuration, configurations_for
+from pagedmla.conformance.examine import Verdict, examine
+from pagedmla.conformance.properties.property import Property, Scope
+from pagedmla.conformance.properties.view import PROPERTIES
+from pagedmla.conformance.subject import Broken, Refused, Subject
+
+Raw = tuple[Tensor, Tensor | None]
+
+CPU = torch.device("cpu")
+SMALL = Configuration(
+    "small", {"num_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "page_size": 16}, most_keys=150
+)
+BY_NAME = {prop.name: prop for prop in PROPERTIES}
+
+
+def verdict(
+    adapter: Adapter, prop: Property, configuration: Configuration = SMALL, examples: int = 30
+) -> Verdict:
+    scope = Scope(adapter, configuration, CPU)
+    return examine(prop, Subject(adapter, CPU), scope, max_examples=examples, shrink_seconds=0.0)
+
+
+@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@pytest.mark.parametrize("configuration", configurations_for(Ours("torch"), CPU), ids=lambda c: c.name)
+def test_our_torch_backend_keeps_the_promise(configuration: Configuration, prop: Property) -> None:
+    found = verdict(Ours("torch"), prop, configuration, 2)
+    assert found.status == "passed", f"{found.detail}\n{found.example}"
+
+
+@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+def test_our_torch_backend_keeps_it_for_many_small_batches(prop: Property) -> None:
+    found = verdict(Ours("torch"), prop)
+    assert found.status == "passed", f"{found.detail}\n{found.example}"
+    assert found.examples > 3
+
+
+class Faulty(Ours):
+    """The torch backend with one fault: in what it makes of a call, or in what it makes of the result."""
+
+    def __init__(
+        self, change: Callable[[Call], Call] | None = None, spoil: Callable[[Call, Raw], Raw] | None = None
+    ) -> None:
+        super().__init__("torch")
+        self.change, self.spoil = change, spoil
+
+    def prepare(
+        self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> Prepared:
+        prepared = super().prepare(self.change(call) if self.change else call, options, out, lse)
+        spoil = self.spoil
+        return prepared if spoil is None else PreparedCall(lambda: spoil(call, prepared.run()))
+
+
+def nudged(result: Raw) -> Raw:
+    """The same but for one bit of one number, far inside every bound."""
+    out, lse = result
+    assert lse is not None
+    lse[0, 0] = torch.nextafter(lse[0, 0], torch.tensor(torch.inf))
+    return out, lse
+
+
+def thought_packed(name: str) -> Callable[[Call], Call]:
+    """Strides come from the sizes, where the memory behind the tensor reaches so far."""
+
+    def change(call: Call) -> Call:
+        tensor = getattr(call, name)
+        strides = torch.empty(tensor.shape, device="meta").stride()
+        room = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+        packed = tensor.as_strided(tensor.shape, strides) if tensor.numel() <= room else tensor
+        return replace(call, **{name: packed})
+
+    return change
+
+
+def offset_ignored(call: Call) -> Call:
+    cache = call.kv_cache
+    return replace(call, kv_cache=cache.as_strided(cache.shape, cache.stride(), 0))
+
+
+def a_stride_of_zero_counts(call: Call, result: Raw) -> Raw:
+    return nudged(result) if call.block_table.stride(0) == 0 else result
+
+
+def rotated_part_left_out(call: Call) -> Call:
+    if not isinstance(call.q, tuple):
+        return call
+    pair: Any = (call.q[0], torch.zeros_like(call.q[1]))
+    return replace(call, q=pair)
+
+
+class OutThoughtPacked(Ours):
+    """Rows are written one behind the other, wherever the given out has them."""
+
+    def prepare(
+        self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> Prepared:
+        packed = (
+            None if out is None else out.as_strided(out.shape, torch.empty(out.shape, device="meta").stride())
+        )
+        return super().prepare(call, options, packed, lse)
+
+
+def memory_between_rows_written(call: Call, result: Raw) -> Raw:
+    out = result[0]
+    if not out.is_contiguous() and out.storage_offset():
+        out.as_strided((1,), (1,), 0)[0] = 0.0
+    return result
+
+
+FAULTS = [
+    ("inputs", Faulty(thought_packed("q"))),
+    ("inputs", Faulty(thought_packed("kv_cache"))),
+    ("inputs", Faulty(thought_packed("block_table"))),
+    ("inputs", Faulty(thought_packed("seq_lens"))),
+    ("inputs", Faulty(offset_ignored)),
+    ("expanded", Faulty(spoil=a_stride_of_zero_counts)),
+    ("pair-of-queries", Faulty(rotated_part_left_out)),
+    ("outputs", OutThoughtPacked("torch")),
+    ("outputs", Faulty(spoil=memory_between_rows_written)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "faulty"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_fault_is_rejected(name: str, faulty: Faulty) -> None:
+    found = verdict(faulty, BY_NAME[name], examples=100)
+    assert found.status == "failed", found
+    assert found.detail
+    assert found.steps
+
+
+def test_every_property_can_fail() -> None:
+    assert {name for name, _ in FAULTS} == set(BY_NAME)
+
+
+class Refusing(Ours):
+    """Takes packed tensors alone, and says so by ``error``: at once, or after it began to write."""
+
+    def __init__(self, error: Exception, late: bool = False) -> None:
+        super().__init__("torch")
+        self.error, self.late = error, late
+
+    def prepare(
+        self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> Prepared:
+        tensors = [call.q, call.kv_cache, call.block_table, call.seq_lens, out, lse]
+        whole = [
+            isinstance(t, Tensor) and t.is_contiguous() and not t.storage_offset()
+            for t in tensors
+            if t is not None
+        ]
+        if all(whole):
+            return super().prepare(call, options, out, lse)
+        if self.late and out is not None:
+            out[0] = 0.0
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [
+        ("inputs", (SMALL.spec((5, 40)), {"q": "heads first"}, {})),
+        ("expanded", (SMALL.spec((5, 5), ids=(0, 0)), {})),
+        ("pair-of-queries", (SMALL.spec((5, 40)), "rows apart", "packed", {})),
+        ("outputs", (SMALL.spec((5, 40)), "heads first", "packed", {})),
+    ],
+)
+@pytest.mark.parametrize("error", [ValueError("packed only"), RuntimeError("view size is not compatible")])
+def test_a_refusal_is_no_fault(error: Exception, name: str, example: Any) -> None:
+    with pytest.raises(Refused, match=str(error)):
+        BY_NAME[name].test(Subject(Refusing(error), CPU), example)
+
+
+@pytest.mark.parametrize(
+    "error", [IndexError("out of range"), RuntimeError("CUDA error: misaligned address")]
+)
+def test_an_accident_is_no_refusal(error: Exception) -> None:
+    found = verdict(Refusing(error), BY_NAME["inputs"])
+    assert found.status == "failed"
+    assert str(error) in found.detail
+
+
+def test_a_refusal_comes_before_anything_is_written() -> None:
+    late = Refusing(ValueError("packed only"), late=True)
+    with pytest.raises(Broken, match="after a part of out was written"):
+        BY_NAME["outputs"].test(Subject(late, CPU), (SMALL.spec((5, 40)), "heads first", "packed", {}))

@@ -1,0 +1,152 @@
+"""The WIDTH properties hold for a right decode, and each rejects one that cuts an offset to 32 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagedmla.conformance.adapters.adapter import Adapter, Options, Prepared, PreparedCall
+from pagedmla.conformance.adapters.ours import Ours
+from pagedmla.conformance.builder import Call
+from pagedmla.conformance.configurations import Configuration, configurations_for
+from pagedmla.conformance.examine import Verdict, examine
+from pagedmla.conformance.properties import width
+from pagedmla.conformance.properties.property import Property, Scope
+from pagedmla.conformance.properties.width import PROPERTIES
+from pagedmla.conformance.subject import Refused, Subject
+
+Raw = tuple[Tensor, Tensor | None]
+
+pytestmark = pytest.mark.large
+
+CPU = torch.device("cpu")
+SMALL = Configuration(
+    "small", {"num_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "page_size": 16}, most_keys=150
+)
+BY_NAME = {prop.name: prop for prop in PROPERTIES}
+
+
+def verdict(
+    adapter: Adapter, prop: Property, configuration: Configuration = SMALL, examples: int = 30
+) -> Verdict:
+    scope = Scope(adapter, configuration, CPU)
+    return examine(prop, Subject(adapter, CPU), scope, max_examples=examples, shrink_seconds=0.0)
+
+
+@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@pytest.mark.parametrize("configuration", configurations_for(Ours("torch"), CPU), ids=lambda c: c.name)
+def test_our_torch_backend_keeps_the_promise(configuration: Configuration, prop: Property) -> None:
+    found = verdict(Ours("torch"), prop, configuration, 2)
+    assert found.status == "passed", f"{found.detail}\n{found.example}"
+
+
+@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+def test_our_torch_backend_keeps_it_for_many_small_batches(prop: Property) -> None:
+    found = verdict(Ours("torch"), prop)
+    assert found.status == "passed", f"{found.detail}\n{found.example}"
+    assert found.examples > 3
+
+
+class Faulty(Ours):
+    """The torch backend with one fault: in what it makes of a call, or in what it makes of the result."""
+
+    def __init__(
+        self, change: Callable[[Call], Call] | None = None, spoil: Callable[[Call, Raw], Raw] | None = None
+    ) -> None:
+        super().__init__("torch")
+        self.change, self.spoil = change, spoil
+
+    def prepare(
+        self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> Prepared:
+        prepared = super().prepare(self.change(call) if self.change else call, options, out, lse)
+        spoil = self.spoil
+        return prepared if spoil is None else PreparedCall(lambda: spoil(call, prepared.run()))
+
+
+def page_offsets_in_32_bits(size_of_a_number: int) -> Callable[[Call], Call]:
+    """Signed, in numbers (1) or in bytes of bf16 (2); what lies before the pool is taken for its first page."""
+
+    def change(call: Call) -> Call:
+        stride = call.kv_cache.stride(0) * size_of_a_number
+        offsets = (call.block_table.long() * stride + 2**31) % 2**32 - 2**31
+        return replace(call, block_table=(offsets // stride).clamp(min=0).int())
+
+    return change
+
+
+def stride_in_30_bits(name: str) -> Callable[[Call], Call]:
+    def change(call: Call) -> Call:
+        tensor = getattr(call, name)
+        first, *others = tensor.stride()
+        near = tensor.as_strided(tensor.shape, (first % 2**30, *others), tensor.storage_offset())
+        return replace(call, **{name: near})
+
+    return change
+
+
+class FarRowsLost(Ours):
+    """Rows of out far from the first are written somewhere else."""
+
+    def prepare(
+        self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> Prepared:
+        near = out is None or out.stride(0) < 2**29
+        return super().prepare(call, options, out if near else None, lse)
+
+
+FAULTS = [
+    ("high-pages", Faulty(page_offsets_in_32_bits(1))),
+    ("high-pages", Faulty(page_offsets_in_32_bits(2))),
+    ("far-strides", Faulty(stride_in_30_bits("q"))),
+    ("far-strides", Faulty(stride_in_30_bits("kv_cache"))),
+    ("far-strides", FarRowsLost("torch")),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "faulty"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_fault_is_rejected(name: str, faulty: Faulty) -> None:
+    found = verdict(faulty, BY_NAME[name], examples=100)
+    assert found.status == "failed", found
+    assert found.detail
+    assert found.steps
+
+
+def test_every_property_can_fail() -> None:
+    assert {name for name, _ in FAULTS} == set(BY_NAME)
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    width._pool.cache_clear()
+    monkeypatch.setattr(width, "ABOVE", 2**60)
+    yield
+    width._pool.cache_clear()
+
+
+@pytest.mark.usefixtures("no_room")
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [
+        ("high-pages", (SMALL.spec((5,)), 2**31, 0, 0, {})),
+        ("far-strides", (SMALL.spec((5, 5)), "q", "2^31 bytes", 1, {})),
+    ],
+)
+def test_without_room_nothing_is_asked(name: str, example: Any) -> None:
+    with pytest.raises(Refused, match="no room on cpu"):
+        BY_NAME[name].test(Subject(Ours("torch"), CPU), example)
+
+
+@pytest.mark.parametrize(("offset", "size"), [(2**31 + 5, 2), (2**32 + 5, 1), (2**30 + 5, 4)])
+def test_decoys_lie_where_a_cut_offset_leads(offset: int, size: int) -> None:
+    signed = (offset * size + 2**31) % 2**32 - 2**31
+    assert signed // size in set(width._wrapped(offset, size))
+    assert offset * size % 2**32 // size in {*width._wrapped(offset, size), offset}
+    assert offset not in set(width._wrapped(offset, size))
