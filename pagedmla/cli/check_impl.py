@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from pagedmla.conformance.findings import Finding, Report
 
 _EXTRA_PACKAGES = ("hypothesis", "jinja2")
+_MOST_REFUSALS = 10
+_EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ def check_impl(
     with user_errors(), _conformance_extra():
         # before minutes of examining, not after
         write_page = _page_writer(options.html)
+        if options.peers is not None and not options.peers.is_dir():
+            fail(f"--peers: {options.peers} is no folder")
         device = usable_device(device_name)
         kinds, configurations = _kinds(options.kind), _configurations(options.config)
         found = _run(impl, device, kinds, configurations, options, processes, quiet=as_json)
@@ -73,7 +79,7 @@ def check_impl(
     if report.bad:
         raise typer.Exit(EXIT_FAILED)
     if not report.count("passed"):
-        fail(f"{impl} was asked nothing that it takes: nothing was checked")
+        fail(f"{impl} was asked nothing that it takes: nothing was checked{_first_reason(report)}")
 
 
 @contextmanager
@@ -87,17 +93,18 @@ def _conformance_extra() -> Iterator[None]:
 
 
 def _kinds(text: str) -> list[str] | None:
-    """The kinds named in ``text``, in any case.
+    """The kinds named in ``text``, in any case; None when there is no text.
 
     Raises:
-        InvalidArgument: there is no such kind.
+        InvalidArgument: there is no such kind, or nothing but commas.
     """
     from pagedmla.conformance.properties import KINDS
 
     names = [word.strip().upper() for word in text.split(",") if word.strip()]
-    for name in names:
-        if name not in KINDS:
-            raise InvalidArgument("kind", "kind", "some of " + ", ".join(KINDS), repr(name))
+    unknown = [name for name in names if name not in KINDS]
+    if unknown or (text and not names):
+        wanted = "some of " + ", ".join(KINDS)
+        raise InvalidArgument("kind", "kind", wanted, repr(unknown[0] if unknown else text))
     return names or None
 
 
@@ -150,18 +157,30 @@ def _run(
             if finding.bad and not quiet:
                 console.print(_headline(finding), markup=False, soft_wrap=True)
 
-        return run_kit(
-            impl,
-            device,
-            kinds,
-            configurations,
-            examples=options.examples or DEFAULT_EXAMPLES,
-            time_limit_s=options.time_limit or DEFAULT_TIME_LIMIT_S,
-            processes=processes,
-            seed=options.seed or 0,
-            folder=options.peers,
-            report=report,
-        )
+        with _ended_by_sigterm():
+            return run_kit(
+                impl,
+                device,
+                kinds,
+                configurations,
+                examples=options.examples or DEFAULT_EXAMPLES,
+                time_limit_s=options.time_limit or DEFAULT_TIME_LIMIT_S,
+                processes=processes,
+                seed=options.seed or 0,
+                folder=options.peers,
+                report=report,
+            )
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """In here SIGTERM is an exception: ``run_kit`` kills its children on the way out, which would outlive this process."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_EXIT_TERMINATED))
+    try:
+        yield
+    finally:
+        # None: a handler that Python did not set, and cannot put back
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _with_machine(report: Report, device: torch.device, command: str) -> Report:
@@ -171,8 +190,33 @@ def _with_machine(report: Report, device: torch.device, command: str) -> Report:
 
 
 def _headline(finding: Finding) -> str:
-    first = finding.detail.splitlines()[0] if finding.detail else ""
-    return f"{finding.status.upper()} {finding.title}: {first}"
+    return f"{finding.status.upper()} {finding.title}: {_first_line(finding.detail)}"
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else ""
+
+
+def _refusals(report: Report) -> list[str]:
+    """A line for each kind and reason of what was refused."""
+    reasons = (
+        (finding.kind, _first_line(finding.detail) or "no reason was given")
+        for finding in report.findings
+        if finding.status == "refused"
+    )
+    return [f"refused {kind}: {reason}" for kind, reason in dict.fromkeys(reasons)]
+
+
+def _first_reason(report: Report) -> str:
+    """Why nothing was checked, with a semicolon ahead; a refusal's reason says more than a feature that is not claimed."""
+    if not report.findings:
+        # what takes none of the kit's own is not asked at all, unless they are named
+        return "; it takes no configuration of the kit's, and says why to --config h16"
+    for status in ("refused", "not applied"):
+        for finding in report.findings:
+            if finding.status == status and finding.detail:
+                return f"; {status}: {_first_line(finding.detail)}"
+    return ""
 
 
 def _print(report: Report) -> None:
@@ -180,6 +224,11 @@ def _print(report: Report) -> None:
 
     console = Console(highlight=False)
     _print_matrix(console, report)
+    refusals = _refusals(report)
+    for line in refusals[:_MOST_REFUSALS]:
+        console.print(line, markup=False, soft_wrap=True)
+    if len(refusals) > _MOST_REFUSALS:
+        console.print(f"and {len(refusals) - _MOST_REFUSALS} more", markup=False, soft_wrap=True)
     shown: dict[tuple[str, str, str], str] = {}
     for finding in report.bad:
         key = finding.kind, finding.property, finding.detail

@@ -20,6 +20,8 @@ The trap that stays: left out, ``softmax_scale`` is ``q.shape[-1] ** -0.5``, as 
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 from pagedmla.contract.arguments import expect
@@ -132,7 +134,8 @@ def flash_mla_with_kvcache(
     )
     _check_metadata("tile_scheduler_metadata", tile_scheduler_metadata)
     _check_metadata("num_splits", num_splits)
-    _check_tensors(q, k_cache, block_table, cache_seqlens, head_dim_v)
+    _check_tensors(q, k_cache, block_table, cache_seqlens)
+    head_dim_v = _count("head_dim_v", head_dim_v, most=q.shape[3])
     batch_size, seq_len_q, num_heads, head_dim = q.shape
     out, lse = decode(
         q.flatten(0, 1),
@@ -153,7 +156,6 @@ def _check_tensors(
     k_cache: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
-    head_dim_v: int,
 ) -> None:
     """Ranks, shapes, dtypes and devices, in the words of this signature."""
     for name, tensor in (("q", q), ("k_cache", k_cache)):
@@ -170,7 +172,6 @@ def _check_tensors(
     expect(k_cache, "k_cache", (None, None, 1, q.shape[3]), (q.dtype,), q.device, inner_stride=True)
     expect(block_table, "block_table", (q.shape[0], None), (torch.int32,), q.device)
     expect(cache_seqlens, "cache_seqlens", (q.shape[0],), (torch.int32,), q.device)
-    _count("head_dim_v", head_dim_v, most=q.shape[3])
 
 
 def _check_metadata(name: str, value: object) -> None:
@@ -182,10 +183,13 @@ def _check_metadata(name: str, value: object) -> None:
 
 
 def _count(name: str, value: object, most: int | None = None) -> int:
+    """A whole number, numpy's included; no tensor, which would have to be read."""
     wanted = "a whole number >= 1" if most is None else f"a whole number in 1..{most}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value > (most or value):
-        raise InvalidArgument(name, name, wanted, repr(value))
-    return value
+    if not isinstance(value, (bool, torch.Tensor)) and hasattr(value, "__index__"):
+        number = operator.index(value)
+        if 1 <= number <= (most or number):
+            return number
+    raise InvalidArgument(name, name, wanted, repr(value))
 
 
 def _refuse_fp8(is_fp8_kvcache: object) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import builtins
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pagedmla.contract.errors import InvalidArgument
 
 STATUSES = ("hung", "died", "failed", "passed", "refused", "not applied")
 """Worst first.  A refusal is no worse than a pass: nothing is held against an implementation that says no."""
+
+NAN_KIND, NAN_PROPERTY = "MEM", "poison"
+"""Whose fault it is when nan around the tokens spoils a result."""
+
+ONLY_WITH_NAN = "kept with finite numbers around the tokens, and broken by nan there"
 
 BAD = frozenset({"hung", "died", "failed"})
 """What makes an examination fail."""
@@ -33,6 +38,7 @@ class Finding:
         example: repr of the example that shows it, or that was running.
         reproducer: a script that shows it; empty where there is nothing to show.
         seconds: how long the property was asked for.
+        only_with_nan: it failed, and is kept where finite numbers lie around the tokens.
     """
 
     kind: str
@@ -45,6 +51,7 @@ class Finding:
     example: str = ""
     reproducer: str = ""
     seconds: float = 0.0
+    only_with_nan: bool = False
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -60,6 +67,26 @@ class Finding:
     def title(self) -> str:
         """Such as ``PAGE moved-pages, h16 p64 bf16``."""
         return f"{self.kind} {self.property}, {self.configuration}"
+
+
+def blame_nan_once(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings in which nan around the tokens is held against one kind.
+
+    Where ``NAN_PROPERTY`` failed, in whatever configuration, what other kinds keep without nan counts as kept, and says so.
+    Where it did not fail, or was not asked, every finding stands: a fault is never without a finding.
+    """
+    blamed = any(
+        found.kind == NAN_KIND and found.property == NAN_PROPERTY and found.status == "failed"
+        for found in findings
+    )
+    if not blamed:
+        return list(findings)
+    return [
+        replace(found, status="passed", detail=f"{ONLY_WITH_NAN}: see {NAN_KIND}", example="", reproducer="")
+        if found.only_with_nan
+        else found
+        for found in findings
+    ]
 
 
 @dataclass(frozen=True)

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pagedmla.conformance.adapters.adapter import Adapter
 from pagedmla.conformance.child import Description, Job, Setup, serve
 from pagedmla.conformance.configurations import Configuration
-from pagedmla.conformance.findings import Finding, Report
+from pagedmla.conformance.findings import Finding, Report, blame_nan_once
 from pagedmla.conformance.properties import KINDS, properties_of
-from pagedmla.conformance.reproducer import ShownCall, exit_in_words, last_words, reproducer
+from pagedmla.conformance.reproducer import exit_in_words, reproducer
+from pagedmla.conformance.worker import Worker
 from pagedmla.contract.errors import InvalidArgument
 
 Told = Callable[[Finding, int, int], None]
@@ -35,7 +33,9 @@ Told = Callable[[Finding, int, int], None]
 DEFAULT_EXAMPLES = 20
 DEFAULT_TIME_LIMIT_S = 300.0
 
-_STARTUP_LIMIT_S = 600.0  # for torch, a context on the card and huge shared objects, from a cold disk
+_STARTUP_LIMIT_S = (
+    120.0  # at least: for torch, a context on the card and huge shared objects, from a cold disk
+)
 _LOOK_EVERY_S = 1.0
 
 
@@ -93,7 +93,7 @@ def run_kit(
             pairs = [(kind, column) for kind in properties for column in columns]
             jobs = [Job(kind, column, 0, examples, seed, time_limit_s) for kind, column in pairs]
             examination.total = sum(properties[job.kind] for job in jobs)
-            findings = examination.run(jobs, many)
+            findings = blame_nan_once(examination.run(jobs, many))
         finally:
             examination.kill()
     return Report(
@@ -108,94 +108,6 @@ def run_kit(
 
 
 @dataclass
-class _Worker:
-    """A child process, and the last that it said.
-
-    Attributes:
-        process, connection, log: the child, its pipe, and the file that it prints into.
-        place, job: what it does, or is to do when it is ready, and the job's place in the list; None: nothing.
-        sign: when it last said something, or was last given something.
-        printed_before: bytes that it had printed when it was given its job.
-        ready, closed: whether it has loaded the implementation, and whether its end of the pipe is gone.
-        index: of the property that is being asked, or comes next.
-        since, done, example, call: of that property: its begin, examples done, the running one, its last call.
-    """
-
-    process: SpawnProcess
-    connection: Connection
-    log: Path
-    place: int = 0
-    job: Job | None = None
-    sign: float = field(default_factory=time.monotonic)
-    printed_before: int = 0
-    ready: bool = False
-    closed: bool = False
-    index: int = 0
-    since: float = 0.0
-    done: int = 0
-    example: str = ""
-    call: ShownCall | None = None
-
-    def give(self, place: int, job: Job) -> None:
-        """Gives it a job, now or when it is ready."""
-        self.place, self.job, self.sign = place, job, time.monotonic()
-        self.printed_before = self._printed()
-        self.turn_to(job.first)
-        if self.ready:
-            try:
-                self.connection.send(job)
-            except OSError:
-                self.closed = True
-
-    def turn_to(self, index: int) -> None:
-        """It asks a property now, or will next."""
-        self.index, self.since = index, time.monotonic()
-        self.done, self.example, self.call = 0, "", None
-
-    def messages(self) -> Iterator[tuple[str, Any]]:
-        """What it has said since."""
-        while not self.closed:
-            try:
-                if not self.connection.poll():
-                    return
-                message = self.connection.recv()
-            except Exception:  # noqa: BLE001  (one that dies in mid-sentence leaves no whole pickle)
-                self.closed = True
-                return
-            self.sign = time.monotonic()
-            yield message
-
-    def kill(self) -> None:
-        """Kills it with all that it has started, which is in its process group."""
-        if self.process.is_alive():
-            try:
-                os.killpg(self.process.pid or 0, signal.SIGKILL)
-            except ProcessLookupError:
-                # it has no group of its own yet
-                self.process.kill()
-        self.process.join()
-        self.connection.close()
-
-    def ask_where(self) -> None:
-        """Makes it print its stack: of one that is to be killed next."""
-        before = self._printed()
-        if self.ready and self.process.is_alive():
-            os.kill(self.process.pid or 0, signal.SIGUSR1)
-            end = time.monotonic() + 0.5
-            while self._printed() == before and time.monotonic() < end:
-                time.sleep(0.02)
-
-    def last_words(self) -> str:
-        """What matters of what it printed for its job."""
-        printed = self.log.read_bytes() if self.log.exists() else b""
-        return last_words(printed[self.printed_before :].decode(errors="replace"))
-
-    def _printed(self) -> int:
-        """Bytes."""
-        return self.log.stat().st_size if self.log.exists() else 0
-
-
-@dataclass
 class _Examination:
     """The parent's side: hands jobs out, and turns what the children say, or how they end, into findings."""
 
@@ -203,7 +115,7 @@ class _Examination:
     time_limit_s: float
     report: Told
     total: int = 0
-    _workers: list[_Worker] = field(default_factory=list)
+    _workers: list[Worker] = field(default_factory=list)
     _waiting: deque[tuple[int, Job]] = field(default_factory=deque)
     _found: dict[tuple[int, int], Finding] = field(default_factory=dict)
     _started: int = 0
@@ -226,10 +138,13 @@ class _Examination:
             for word, value in worker.messages():
                 if word == "unusable":
                     raise value
-                worker.ready = True
-                return value
+                if word == "ready":
+                    worker.ready = True
+                    return value
+                worker.listens = True
             end = self._end_of(worker, gone)
             if end is not None:
+                worker.ask_where()
                 got = f"{self._impl}: the process that loaded it {end[1]}; {worker.last_words()}"
                 raise InvalidArgument("impl", "impl", "an implementation that can be loaded", got)
 
@@ -249,7 +164,7 @@ class _Examination:
             worker.kill()
         self._workers.clear()
 
-    def _start(self) -> _Worker:
+    def _start(self) -> Worker:
         self._started += 1
         log = self.setup.log / f"{self._started}.log"
         # a forked child cannot use a CUDA device that its parent has touched
@@ -259,7 +174,7 @@ class _Examination:
         process.start()
         # or the end of the child would not close the pipe
         theirs.close()
-        worker = _Worker(process, ours, log)
+        worker = Worker(process, ours, log)
         self._workers.append(worker)
         return worker
 
@@ -269,13 +184,15 @@ class _Examination:
             worker = idle.pop() if idle else self._start()
             worker.give(*self._waiting.popleft())
 
-    def _attend(self, worker: _Worker) -> None:
+    def _attend(self, worker: Worker) -> None:
         """Hears what a child has to say, and sees whether it is still there."""
         # looked at before its messages are read: what it said before its end counts
         gone = worker.process.exitcode is not None
         end = None
         for word, value in worker.messages():
-            if word == "ready":
+            if word == "loading":
+                worker.listens = True
+            elif word == "ready":
                 worker.ready = True
                 if worker.job is not None:
                     worker.give(worker.place, worker.job)
@@ -299,20 +216,20 @@ class _Examination:
         if end is not None:
             self._bury(worker, *end)
 
-    def _end_of(self, worker: _Worker, gone: bool) -> tuple[str, str] | None:
+    def _end_of(self, worker: Worker, gone: bool) -> tuple[str, str] | None:
         """(status, how) of a child that has ended, or that is silent for too long."""
         if gone or worker.closed:
             # the pipe goes a moment before the process
             worker.process.join(_LOOK_EVERY_S)
             code = worker.process.exitcode
             return "died", "closed its pipe and stayed" if code is None else exit_in_words(code)
-        limit = self.time_limit_s if worker.ready else _STARTUP_LIMIT_S
+        limit = self.time_limit_s if worker.ready else max(self.time_limit_s, _STARTUP_LIMIT_S)
         busy = worker.job is not None or not worker.ready
         if busy and time.monotonic() - worker.sign > limit:
             return "hung", f"was killed: nothing had moved for {limit:g} s"
         return None
 
-    def _bury(self, worker: _Worker, status: str, how: str) -> None:
+    def _bury(self, worker: Worker, status: str, how: str) -> None:
         """A finding for what the child did when it ended; the rest of its job goes to another."""
         job = worker.job
         if job is None:
@@ -337,7 +254,7 @@ class _Examination:
             self._record(worker.place, index, finding)
         self._replace(worker, following)
 
-    def _replace(self, worker: _Worker, following: int) -> None:
+    def _replace(self, worker: Worker, following: int) -> None:
         """Ends a child; what is left of its job waits for another, first in the line."""
         if worker.job is not None and following < len(properties_of(worker.job.kind)):
             self._waiting.appendleft((worker.place, replace(worker.job, first=following)))

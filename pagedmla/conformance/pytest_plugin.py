@@ -19,7 +19,7 @@ import pytest
 
 if TYPE_CHECKING:
     from pagedmla.conformance.adapters.adapter import Adapter
-    from pagedmla.conformance.child import WatchedSubject
+    from pagedmla.conformance.asking import WatchedSubject
     from pagedmla.conformance.configurations import Configuration
     from pagedmla.conformance.findings import Finding
 
@@ -70,7 +70,7 @@ class MLAProperty:
 
     def findings(self) -> list[Finding]:
         """Asks for each promise, in this process: what crashes or hangs takes the test run with it."""
-        from pagedmla.conformance.child import ask
+        from pagedmla.conformance.asking import ask
         from pagedmla.conformance.properties import properties_of
 
         return [
@@ -156,8 +156,9 @@ def _configurations(request: Request) -> list[Configuration]:
     if request.configurations is None:
         return list(CONFIGURATIONS)
     known = {configuration.name: configuration for configuration in CONFIGURATIONS}
+    given = request.configurations
     found = []
-    for one in request.configurations:
+    for one in (given,) if isinstance(given, str) else given:
         if isinstance(one, str) and one not in known:
             raise InvalidArgument("configuration", "configurations", "some of " + ", ".join(known), repr(one))
         found.append(known[one] if isinstance(one, str) else one)
@@ -167,7 +168,8 @@ def _configurations(request: Request) -> list[Configuration]:
 def _subject(request: Request) -> WatchedSubject:
     import torch
 
-    from pagedmla.conformance.child import WatchedSubject, load_adapter
+    from pagedmla.conformance.asking import WatchedSubject
+    from pagedmla.conformance.child import load_adapter
     from pagedmla.contract.errors import PagedMLAError
 
     try:

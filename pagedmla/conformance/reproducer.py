@@ -22,6 +22,11 @@ from pagedmla.conformance.subject import Step, blind_rows
 _PLACE = re.compile(r"\b(?:out|lse)\[(\d+), (\d+)(?:, (\d+))?\]")
 """Where a ``Broken`` says that a number is wrong: (row, head, component of out)."""
 
+_WRITTEN = re.compile(r"^(\w+) was written by the call")
+"""Where it says that an argument was changed: the field of ``Call``."""
+_STRAY = re.compile(r"^memory .+ was written")
+"""Where it says that memory around a result was: guard bands, and the gaps of a view."""
+
 _IMPORTS = """
 import math
 
@@ -79,6 +84,14 @@ _RIGHT_ALONE = """
 out_right, lse_right = right({row})
 print("out[{row}, {head}] begins with", out_right[{head}, :4].tolist(), "and its lse is", lse_right[{head}].item())
 """
+
+_CHANGED = """
+bits = {{1: torch.int8, 2: torch.int16, 4: torch.int32}}[before.element_size()]  # nan differs from itself
+changed = int((before.view(bits) != call.{name}.view(bits)).sum())
+print(f"{name}: {{changed}} of {{before.numel()}} numbers differ after the call")
+"""
+
+_NOT_SHOWN = "the kit gave out and lse as parts of larger tensors: what is written around them, this script cannot show"
 
 _SHAPES = """
 for name, tensor in (("out", out), ("lse", lse)):
@@ -168,9 +181,11 @@ def reproducer(
     )
     blocks = ["\n".join(_comment(text) for text in said), _IMPORTS]
     bits = len(calls) > 1 and " in one and " in detail and all(call.lines for call in calls)
+    written = _WRITTEN.search(detail)
     for place, call in enumerate(calls):
         last = place == len(calls) - 1
-        blocks.append(_call(call, impl, str(device), ending if last else ""))
+        kept = written[1] if written and last else ""
+        blocks.append(_call(call, impl, str(device), ending if last else "", kept))
         if bits and (last or place == 0):
             blocks.append(_KEEP.format(name="other" if last else "one"))
     blocks.append(_bits(calls[0].spec, calls[-1].spec) if bits else _values(calls[-1], detail, bool(ending)))
@@ -181,8 +196,11 @@ def _comment(text: str) -> str:
     return "\n".join(f"# {line}".rstrip() for line in text.splitlines())
 
 
-def _call(call: ShownCall, impl: str, device: str, ending: str) -> str:
+def _call(call: ShownCall, impl: str, device: str, ending: str, kept: str) -> str:
+    """One call; ``kept`` names a tensor of which a copy is made ahead of it, as ``before``."""
     lines = [f"call = build({call.spec}, device={device!r})"]
+    if kept:
+        lines.append(f"before = call.{kept}.clone()")
     if call.note:
         lines.append(_comment(f"part of the failure, and not of this script: {call.note}"))
     if ending:
@@ -194,7 +212,12 @@ def _call(call: ShownCall, impl: str, device: str, ending: str) -> str:
 
 
 def _values(call: ShownCall, detail: str, ended: bool) -> str:
-    """What came beside what is right, at the place that ``detail`` names, or at the worst one."""
+    """What came beside what is right, at the place that ``detail`` names, or at the worst one; or what the call changed."""
+    written = _WRITTEN.search(detail)
+    if written:
+        return _CHANGED.format(name=written[1])
+    if _STRAY.search(detail):
+        return _comment(_NOT_SHOWN) + "\n" + _SHAPES.lstrip("\n")
     blind = blind_rows(call.spec)
     live = (~blind).nonzero().flatten().tolist()
     found = _PLACE.search(detail)

@@ -16,6 +16,8 @@ from pagedmla.conformance import numerics
 from pagedmla.conformance.adapters.adapter import Adapter, Options, Prepared
 from pagedmla.conformance.builder import Call, build_spec
 from pagedmla.conformance.spec import BatchSpec
+from pagedmla.contract.errors import PagedMLAError
+from pagedmla.contract.problem import out_dtype_of
 
 _EXPECTED_KEPT = 64
 
@@ -134,10 +136,15 @@ class Subject:
         """
         step = Step(spec, options)
         conventions = self.adapter.conventions_for(spec, options, self.device)
+        if conventions.lse_base is None:
+            lse = None
         tokens = spec.starts[-1] + spec.rows_after
         wanted = (tokens, spec.num_heads, spec.kv_lora_rank)
         if tuple(out.shape) != wanted:
             raise Broken(f"out has shape {tuple(out.shape)} where {wanted} is right", step)
+        out_dtype = conventions.out_dtype or out_dtype_of(spec.q_dtype)
+        if out.dtype != out_dtype:
+            raise Broken(f"out has dtype {out.dtype} where {out_dtype} is right", step)
         if conventions.lse_base is not None and lse is None:
             raise Broken("no lse came back", step)
         if lse is not None:
@@ -188,7 +195,7 @@ class Subject:
             if len(self._expected) >= _EXPECTED_KEPT:
                 self._expected.clear()
             call = build_spec(key[0])
-            out_dtype = torch.bfloat16 if spec.q_dtype.itemsize == 1 else spec.q_dtype
+            out_dtype = out_dtype_of(spec.q_dtype)
             self._expected[key] = numerics.expect(
                 call.q, call.kv_cache, call.block_table, call.seq_lens,
                 out_dtype=out_dtype, p_dtype=p_dtype, **call.semantics(),  # type: ignore[arg-type]
@@ -243,12 +250,15 @@ def unwritten_memory_is_nan() -> Iterator[None]:
 
 @contextmanager
 def raised_errors_are_broken(step: Step) -> Iterator[None]:
-    """An accepted batch that makes the implementation raise is a broken promise."""
+    """An accepted batch that makes the implementation raise is a broken promise, unless it says that it is not built."""
     try:
         yield
     except (Broken, Refused):
         raise
     except Exception as error:
+        if isinstance(error, NotImplementedError) and not isinstance(error, PagedMLAError):
+            # a refusal; our own decode has a table to say so beforehand
+            raise Refused(str(error)) from error
         raise Broken(f"raised {type(error).__name__}: {error}", step) from error
 
 

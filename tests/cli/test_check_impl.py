@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import Result
 
 from pagedmla.cli.check import check
 from pagedmla.conformance import kit
@@ -45,6 +49,7 @@ class Kit:
     def __init__(self, *findings: Finding) -> None:
         self.findings = findings
         self.asked: dict[str, Any] = {}
+        self.watch: Callable[[], object] = lambda: None
 
     def __call__(
         self, impl: str, device: Any, kinds: Any, configurations: Any = None, *, seed: int = 0, **more: Any
@@ -57,6 +62,7 @@ class Kit:
             "seed": seed,
         }
         self.asked = given | more
+        self.watch()
         for done, finding in enumerate(self.findings, 1):
             if "report" in more:
                 more["report"](finding, done, len(self.findings))
@@ -157,8 +163,44 @@ def test_a_report_in_which_nothing_was_asked_is_no_success(answer: Any) -> None:
     answer(REFUSED)
     result = run_cli(*IMPL, "--device", "cpu")
     assert result.exit_code == 2
-    assert result.stderr == "pagedmla: somebody:decode was asked nothing that it takes: nothing was checked\n"
+    said = "somebody:decode was asked nothing that it takes: nothing was checked; refused: few heads only"
+    assert result.stderr == f"pagedmla: {said}\n"
     assert "no (refused)" in result.stdout
+    assert "\nrefused PAGE: few heads only\n" in result.stdout
+
+
+def test_a_refusal_says_more_than_what_was_not_applied(answer: Any) -> None:
+    unclaimed = replace(PASSED, status="not applied", examples=0, detail="does not claim 'graph'")
+    answer(unclaimed, REFUSED)
+    assert error_of(run_cli(*IMPL, "--device", "cpu")).endswith("; refused: few heads only")
+    answer(unclaimed)
+    assert error_of(run_cli(*IMPL, "--device", "cpu")).endswith("; not applied: does not claim 'graph'")
+    answer()
+    assert error_of(run_cli(*IMPL, "--device", "cpu")).endswith("and says why to --config h16")
+
+
+def error_of(result: Result) -> str:
+    assert result.exit_code == 2
+    return result.stderr.rstrip("\n")
+
+
+def test_each_reason_of_a_refusal_stands_once_under_the_matrix(answer: Any) -> None:
+    elsewhere = replace(REFUSED, configuration="h40 p16 bf16", detail="few heads only\nsecond line")
+    answer(PASSED, REFUSED, elsewhere, replace(REFUSED, kind="LSE", detail="[no] lse"), FAILED)
+    text = run_cli(*IMPL, "--device", "cpu").stdout
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith("refused ")] == [
+        "refused PAGE: few heads only", "refused LSE: [no] lse",
+    ]  # fmt: skip
+    assert text.rindex("no (refused)") < text.index("refused PAGE: ") < text.rindex("\nFAILED")
+
+
+def test_of_many_refusals_ten_are_shown(answer: Any) -> None:
+    answer(PASSED, *(replace(REFUSED, detail=f"reason {number}") for number in range(13)))
+    lines = run_cli(*IMPL, "--device", "cpu").stdout.splitlines()
+    shown = [line for line in lines if line.startswith("refused ")]
+    assert shown == [f"refused PAGE: reason {number}" for number in range(10)]
+    assert lines[lines.index(shown[-1]) + 1] == "and 3 more"
 
 
 def test_json_is_the_whole_of_stdout(answer: Any) -> None:
@@ -188,6 +230,9 @@ def test_the_page_is_written_and_nobodys_folder_is_in_it(answer: Any, tmp_path: 
     ("arguments", "message"),
     [
         (("--kind", "PAGE,WRONG"), f"kind: wanted some of {', '.join(KINDS)}, got 'WRONG' [kind]"),
+        (("--kind", ","), f"kind: wanted some of {', '.join(KINDS)}, got ',' [kind]"),
+        (("--kind", " "), f"kind: wanted some of {', '.join(KINDS)}, got ' ' [kind]"),
+        (("--peers", "/no/such/folder"), "--peers: /no/such/folder is no folder"),
         (("--config", "h17"), "config: wanted text in one of h16 p64 bf16, "),
         (("--html", "/no/such/folder/x.html"), "--html: /no/such/folder/x.html cannot be written"),
         (("--device", "toaster"), "device: wanted a torch device"),
@@ -258,6 +303,64 @@ def test_the_help_names_every_option() -> None:
     ):
         assert option in text
     assert check.__doc__ is not None
+
+
+HANGING = """
+import os, time
+
+def decode(q, kv_cache, block_table, seq_lens, *, softmax_scale, kv_lora_rank=512):
+    with open("pid.part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename("pid.part", "pid")
+    time.sleep(600)
+"""
+
+
+def test_sigterm_leaves_no_child_behind(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    words = ["check", "--impl", "hanging:decode", "--kind", "LSE", "--config", "256+64", "--processes", "1"]
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "pagedmla.cli", *words, "--device", "cpu", "--time-limit", "100"],
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    written = tmp_path / "pid"
+    child = 0
+    try:
+        end = time.monotonic() + 60
+        while not written.exists() and parent.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        child = int(written.read_text())
+        assert is_running(child)
+        parent.send_signal(signal.SIGTERM)
+        _, errors = parent.communicate(timeout=10)
+        assert (parent.returncode, errors) == (128 + signal.SIGTERM, b"")
+        end = time.monotonic() + 3
+        while is_running(child) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not is_running(child)
+    finally:
+        parent.kill()
+        parent.wait()
+        if child and is_running(child):
+            os.kill(child, signal.SIGKILL)
+
+
+def is_running(process: int) -> bool:
+    """Whether it is there and no zombie, which is one until somebody asks after it."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_the_handler_of_sigterm_is_put_back(answer: Any) -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), []
+    asked = answer(PASSED)
+    asked.watch = lambda: seen.append(signal.getsignal(signal.SIGTERM))
+    assert run_cli(*IMPL, "--device", "cpu").exit_code == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert seen != [before]
 
 
 KERNELS = """

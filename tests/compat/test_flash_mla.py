@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batches import arguments, check, expect, make_batch, same_bits
@@ -209,6 +210,19 @@ def test_metadata_is_never_stale() -> None:
         assert same_bits(expected, packed(*flash_mla_with_kvcache(**given_)))
 
 
+def test_numpys_numbers_are_whole_numbers() -> None:
+    given_ = theirs(call_of([20, 3], 2))
+    expected = packed(*flash_mla_with_kvcache(**given_))
+    head_dim_v = np.int64(given_["head_dim_v"])
+    assert same_bits(expected, packed(*flash_mla_with_kvcache(**given_ | {"head_dim_v": head_dim_v})))
+    schedule, splits = get_mla_metadata(SOME, np.int32(128), np.int64(1))
+    wanted = get_mla_metadata(SOME, 128, 1)
+    assert isinstance(schedule, Tensor)
+    assert isinstance(splits, Tensor)
+    assert torch.equal(schedule, wanted[0])
+    assert torch.equal(splits, wanted[1])
+
+
 def test_a_caller_compiles_as_one_graph() -> None:
     torch.compiler.reset()
     given_ = theirs(call_of([20, 3, 0], 2))
@@ -267,6 +281,10 @@ def test_the_signatures_are_theirs() -> None:
         ({"cache_seqlens": torch.zeros(3, dtype=torch.int32)}, InvalidArgument, "cache_seqlens"),
         ({"head_dim_v": 41}, InvalidArgument, "head_dim_v"),
         ({"head_dim_v": True}, InvalidArgument, "head_dim_v"),
+        ({"head_dim_v": 32.0}, InvalidArgument, "head_dim_v"),
+        ({"head_dim_v": torch.tensor(32)}, InvalidArgument, "head_dim_v"),
+        ({"head_dim_v": np.int64(0)}, InvalidArgument, "head_dim_v"),
+        ({"head_dim_v": np.int64(41)}, InvalidArgument, "head_dim_v"),
         ({"tile_scheduler_metadata": torch.zeros(1, 8)}, InvalidArgument, "tile_scheduler_metadata"),
         ({"tile_scheduler_metadata": 3}, InvalidArgument, "tile_scheduler_metadata"),
         ({"num_splits": FlashMLASchedMeta()}, InvalidArgument, "num_splits"),

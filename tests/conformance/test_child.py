@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from pagedmla.conformance import child
-from pagedmla.conformance.adapters.adapter import Adapter, Options, PreparedCall
+from pagedmla.conformance import asking, child
+from pagedmla.conformance.adapters.adapter import Adapter, Options
 from pagedmla.conformance.adapters.ours import Ours
-from pagedmla.conformance.builder import Call
-from pagedmla.conformance.child import Job, WatchedSubject, ask, load_adapter
+from pagedmla.conformance.asking import WatchedSubject, ask, lost_context
+from pagedmla.conformance.child import Job, load_adapter
 from pagedmla.conformance.configurations import Configuration
 from pagedmla.conformance.findings import Finding
 from pagedmla.conformance.properties import properties_of
@@ -159,7 +158,7 @@ def test_a_lost_context_is_found_in_the_example_that_lost_it(monkeypatch: pytest
         seen.append(spec)
 
     lost = "CUDA error: an illegal memory access was encountered"
-    monkeypatch.setattr(child, "lost_context", lambda device: lost if len(seen) == 3 else "")
+    monkeypatch.setattr(asking, "lost_context", lambda device: lost if len(seen) == 3 else "")
     finding = asked(prop(test), examples=20)
     # no example is drawn after it, to make it smaller or otherwise
     assert len(seen) == 3
@@ -170,7 +169,7 @@ def test_a_lost_context_is_found_in_the_example_that_lost_it(monkeypatch: pytest
 
 
 def test_a_cpu_has_no_context_to_lose() -> None:
-    assert child.lost_context(CPU) == ""
+    assert lost_context(CPU) == ""
 
 
 def test_a_watched_subject_tells_of_each_call() -> None:
@@ -228,7 +227,8 @@ def test_jobs_are_done_from_their_first_property_on() -> None:
 
 
 def test_a_process_that_lost_its_device_takes_no_more_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "lost_context", lambda device: "gone")
+    for module in (asking, child):
+        monkeypatch.setattr(module, "lost_context", lambda device: "gone")
     pipe = Pipe(job(), job())
     child._do_jobs(pipe, Ours("torch"), CPU)  # type: ignore[arg-type]
     assert [word for word, _ in pipe.said if word not in ("call", "example")] == ["asked", "finding", "lost"]
@@ -283,36 +283,8 @@ def test_a_dead_context_of_a_failing_call_is_both(monkeypatch: pytest.MonkeyPatc
     def failing(subject: Subject, spec: BatchSpec) -> None:
         raise Broken("raised AcceleratorError", Step(spec, {}))
 
-    monkeypatch.setattr(child, "lost_context", lambda device: "gone")
+    monkeypatch.setattr(asking, "lost_context", lambda device: "gone")
     finding = asked(prop(failing))
     assert finding.status == "died"
     assert finding.detail == "raised AcceleratorError; the device's context is lost: gone"
     assert "call = build(" in finding.reproducer
-
-
-class SpoiltByNan(Ours):
-    """Multiplies what lies behind the last token by a weight of 0."""
-
-    def prepare(
-        self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> PreparedCall:
-        def run() -> tuple[Tensor, Tensor | None]:
-            result, result_lse = super(SpoiltByNan, self).prepare(call, options, out, lse).run()
-            return result + 0.0 * call.kv_cache.sum().to(result.dtype), result_lse
-
-        return PreparedCall(run)
-
-
-def test_a_nan_beside_the_tokens_is_held_against_one_kind_only() -> None:
-    """It spoils every result there is; the others are asked again without it."""
-    adapter = SpoiltByNan("torch")
-    subject = Subject(adapter, CPU)
-    statuses = {
-        kind: {ask(prop, subject, SMALL, examples=8, seed=0).status for prop in properties_of(kind)}
-        for kind in ("MEM", "PAGE", "QLEN")
-    }
-    assert "failed" in statuses["MEM"]
-    assert statuses["PAGE"] == {"passed"}
-    assert "failed" not in statuses["QLEN"]
-    found = ask(properties_of("PAGE")[0], subject, SMALL, examples=8, seed=0)
-    assert "nan" in found.detail

@@ -42,7 +42,7 @@ MODULE = """
 import os, sys, time
 from dataclasses import replace
 from pathlib import Path
-from pagedmla.conformance import child
+from pagedmla.conformance import asking, child
 from pagedmla.conformance.adapters.ours import Ours
 
 def first(what):
@@ -67,7 +67,7 @@ class Treacherous(Ours):
         if scale == 0.4 and first("exited"):
             os._exit(7)
         if scale == 0.5 and first("lost"):
-            child.lost_context = lambda device: "CUDA error: an illegal memory access was encountered"
+            asking.lost_context = child.lost_context = lambda device: "CUDA error: an illegal memory access was encountered"
             raise RuntimeError("CUDA error in a launch")
         if scale == 0.6 and first("slept"):
             time.sleep(600)

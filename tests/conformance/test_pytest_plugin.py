@@ -124,6 +124,11 @@ def test_configurations_are_named_or_all(pytester: pytest.Pytester) -> None:
         pytester, marker("x", "kinds=['LSE'], configurations=['h16 p64 bf16']"), "--collect-only", "-q"
     )
     result.stdout.fnmatch_lines(["test_it.py::test_kernel?LSE-h16-p64-bf16?", "*1 test collected*"])
+    # one name is no sequence of letters
+    result = run(
+        pytester, marker("x", "kinds=['LSE'], configurations='h16 p64 bf16'"), "--collect-only", "-q"
+    )
+    result.stdout.fnmatch_lines(["test_it.py::test_kernel?LSE-h16-p64-bf16?", "*1 test collected*"])
     from pagedmla.conformance.configurations import CONFIGURATIONS
     from pagedmla.conformance.properties import KINDS
 

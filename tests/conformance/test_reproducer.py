@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from pagedmla import reference
 from pagedmla.conformance.adapters.adapter import Adapter, Conventions, Options
 from pagedmla.conformance.adapters.ours import Ours
+from pagedmla.conformance.asking import WatchedSubject, ask
 from pagedmla.conformance.builder import build_spec
-from pagedmla.conformance.child import WatchedSubject, ask, load_adapter
+from pagedmla.conformance.child import load_adapter
 from pagedmla.conformance.configurations import Configuration
 from pagedmla.conformance.findings import Finding
 from pagedmla.conformance.properties import properties_of
@@ -78,6 +79,25 @@ def in_base_two(*tensors, **given):
     return out, lse / math.log(2)
 
 in_base_two.conventions = Conventions(lse_base=2.0)
+
+def writes_its_table(q, kv_cache, block_table, seq_lens, **given):
+    result = right(q, kv_cache, block_table, seq_lens, **given)
+    block_table.view(-1)[:1] += 1
+    return result
+
+def writes_its_cache(q, kv_cache, block_table, seq_lens, **given):
+    result = right(q, kv_cache, block_table, seq_lens, **given)
+    kv_cache[-1, -1, -2:] = 3
+    return result
+
+def writes_behind_out(*tensors, out=None, lse=None, **given):
+    found = right(*tensors, **given)
+    if out is None:
+        return found
+    out.copy_(found[0])
+    lse.copy_(found[1])
+    torch.as_strided(out, (1,), (1,), out.storage_offset() + out.numel()).fill_(1)
+    return out, lse
 
 def ends_the_process(*tensors, **given):
     return right(*tensors, **given)
@@ -321,6 +341,42 @@ def test_an_adapter_without_lines_is_named_and_what_is_right_is_shown(
     shown = [float(number) for number in re.findall(r"-?\d+\.\d+(?:e-\d+)?", printed)]
     assert printed.startswith("out[1, 2] begins with")
     assert shown == pytest.approx([*out[1, 2, :4].tolist(), lse[1, 2].item()])
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "many"), [("writes_its_table", "block_table", 1), ("writes_its_cache", "kv_cache", 2)]
+)
+def test_an_argument_that_was_written_is_compared_with_itself(
+    name: str, field: str, many: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = found(adapter_of(name), "MEM", "inputs-stay")
+    assert finding.detail.startswith(f"{field} was written by the call")
+    script = finding.reproducer
+    assert script.index(f"before = call.{field}.clone()") < script.index(f"{name}(")
+    # numbers that hold nan do not count as changed
+    names, printed = run(script, capsys)
+    assert printed == f"{field}: {many} of {names['before'].numel()} numbers differ after the call\n"
+
+
+def test_the_copy_is_made_ahead_of_the_last_call(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = Step(BatchSpec((5,), **DIMS), {}), Step(BatchSpec((6, 7), **DIMS), {})
+    script = written(adapter_of("right"), *steps, detail="seq_lens was written by the call, which may only")
+    assert script.count("before = ") == 1
+    assert run(script, capsys)[1] == "seq_lens: 0 of 2 numbers differ after the call\n"
+
+
+def test_memory_around_a_result_is_said_not_to_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    finding = found(adapter_of("writes_behind_out"), "MEM", "guard-bands")
+    assert finding.detail == "memory after out was written"
+    assert (
+        "\n# the kit gave out and lse as parts of larger tensors: what is written around"
+        in finding.reproducer
+    )
+    assert run(finding.reproducer, capsys)[1].startswith("out (")
+    views = "memory between or around the rows was written: out with gaps"
+    assert "this script cannot show" in written(
+        Ours("torch"), Step(BatchSpec((5,), **DIMS), {}), detail=views
+    )
 
 
 def test_the_end_of_a_process_is_said_at_its_call(capsys: pytest.CaptureFixture[str]) -> None:

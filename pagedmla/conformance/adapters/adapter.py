@@ -39,6 +39,7 @@ class Conventions:
         lse_dtype: of its lse: one that is rounded to 16 bits is held to 16 bits.
         empty_lse: lse of a row that sees no key; nan: unspecified.
         empty_out: out of such a row; nan: unspecified.
+        out_dtype: of its out; None: the queries', and bfloat16 for fp8 queries.
         p_dtype: dtype that softmax weights are rounded to before they meet the values; None: the queries' dtype.
     """
 
@@ -46,6 +47,7 @@ class Conventions:
     lse_dtype: torch.dtype = torch.float32
     empty_lse: float = -math.inf
     empty_out: float = 0.0
+    out_dtype: torch.dtype | None = None
     p_dtype: torch.dtype | None = None
 
 
@@ -103,13 +105,17 @@ class Adapter:
             call: tensors, in the contract's terms.
             options: one of ``self.options``, or what a property asks for by a feature.
             out, lse: where to write; given only to adapters with the feature "out".
+
+        Raises:
+            NotImplementedError: here or in ``run``: a refusal, for what ``refuses`` cannot tell.
         """
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no prepare()")
 
     def lines(self, options: Options) -> str:
         """Python that calls the implementation on a ``call`` and leaves ``out`` and ``lse``, for a reproducer.
 
-        It may not import pagedmla, unless pagedmla is what is checked.  Empty: the reproducer names the adapter instead.
+        math and torch are imported before it.  It may not import pagedmla, unless pagedmla is what is checked.  Empty: the
+        reproducer names the adapter instead.
         """
         return ""
 

@@ -169,7 +169,6 @@ class Aiter(Adapter):
             "" if not options.get("persistent") else f"\n# found with the six buffers of {_SCHEDULE}"
         )
         return f"""\
-import torch
 from {place} import {_DECODE}
 device, lens, size = call.q.device, call.seq_lens, call.page_size
 count, pages = len(lens), (lens + size - 1) // size

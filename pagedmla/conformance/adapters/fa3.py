@@ -109,7 +109,6 @@ class FlashAttention3(Adapter):
     def lines(self, options: Options) -> str:
         """The operation itself."""
         return f"""\
-import torch
 torch.ops.load_library({str(self._path)!r})  # of vLLM's wheel
 rank, starts = call.kv_lora_rank, call.cu_seqlens_q
 if starts is None:

@@ -130,7 +130,6 @@ class FlashMLA(Adapter):
     def lines(self, options: Options) -> str:
         """The operation itself."""
         return f"""\
-import torch
 torch.ops.load_library({str(self._path)!r})  # of vLLM's wheel
 q = call.q.unflatten(0, (len(call.seq_lens), -1))
 out, lse, *_ = torch.ops._flashmla_C.dense_decode_fwd(

@@ -145,7 +145,6 @@ class FlashInfer(Adapter):
     def lines(self, options: Options) -> str:
         """Plan and run."""
         return f"""\
-import torch
 from {self._module_name} import {_WRAPPER}
 device, rank, lens = call.q.device, call.kv_lora_rank, call.seq_lens
 count, pages = len(lens), (lens + call.page_size - 1) // call.page_size

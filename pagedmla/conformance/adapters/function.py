@@ -6,7 +6,9 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +23,10 @@ from pagedmla.conformance.adapters.adapter import (
     PreparedCall,
 )
 from pagedmla.conformance.adapters.modules import refusing
-from pagedmla.conformance.adapters.software import PEER_ERRORS, first_line, version_of
+from pagedmla.conformance.adapters.software import first_line, version_of
 from pagedmla.conformance.builder import Call
 from pagedmla.conformance.spec import BatchSpec
 from pagedmla.contract.errors import InvalidArgument
-
-_IMPORT_ERRORS: tuple[type[Exception], ...] = (*PEER_ERRORS, NameError)
 
 _DEFAULTS: dict[str, object] = {
     "cu_seqlens_q": None,
@@ -140,17 +140,19 @@ def adapter_of(name: str) -> Adapter:
     The current folder is looked into after everything else on the module path, where it stays.
 
     Raises:
-        InvalidArgument: the module does not import, has no such attribute, or the attribute is neither.
+        InvalidArgument: the module is named as a file, does not import, has no such attribute, or the attribute is neither.
     """
     module_name, _, attribute = name.partition(":")
+    if module_name.endswith(".py") or "/" in module_name:
+        wanted = f"a module name such as {Path(module_name).stem or 'my_kernels'}, not a file"
+        raise InvalidArgument("impl", "impl", wanted, repr(module_name))
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except _IMPORT_ERRORS as error:
-        raise InvalidArgument(
-            "impl", "impl", f"a module {module_name} that imports", first_line(error)
-        ) from error
+    except Exception as error:  # whatever somebody's module raises
+        got = f"{first_line(error)}{_place(error)}"
+        raise InvalidArgument("impl", "impl", f"a module {module_name} that imports", got) from error
     missing = object()
     found = getattr(module, attribute, missing)
     if found is missing:
@@ -170,6 +172,17 @@ def adapter_of(name: str) -> Adapter:
         wanted = "a function with pagedmla.decode's signature, or an Adapter"
         raise InvalidArgument("impl", "impl", wanted, f"{attribute}, a {type(found).__name__}")
     return FunctionAdapter(found, name, version_of(module_name))
+
+
+def _place(error: Exception) -> str:
+    """Where an import failed, such as " (my_kernels.py, line 3)"; empty when no file was run: there is no such module."""
+    if isinstance(error, SyntaxError):
+        # what does not parse has no frame, and its message says the place
+        return ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename not in (__file__, importlib.__file__) and not frame.filename.startswith("<frozen"):
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Any] | None:

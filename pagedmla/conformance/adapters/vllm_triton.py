@@ -119,7 +119,6 @@ class VLLMTriton(Adapter):
     def lines(self, options: Options) -> str:
         """As vLLM's backend calls it."""
         return f"""\
-import torch
 from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 # without vLLM: the file alone, with modules vllm.platforms and vllm.triton_utils that hold what it imports
 batch, heads, _ = call.q.shape

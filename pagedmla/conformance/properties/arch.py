@@ -62,7 +62,7 @@ def run_or_refuse(
 
 
 def answer(subject: Subject, call: Call, options: Options, step: Step) -> tuple[Tensor, Tensor | None] | None:
-    """What the implementation makes of a call that it may not take; None for an exception, which is a right answer.
+    """What the implementation makes of a call that it may not take; None for an exception or a no, which are right answers.
 
     Raises:
         Broken: a fault of the device.
@@ -73,6 +73,8 @@ def answer(subject: Subject, call: Call, options: Options, step: Step) -> tuple[
     except Broken as broken:
         if is_fault(broken.__cause__):
             raise
+        return None
+    except Refused:
         return None
 
 

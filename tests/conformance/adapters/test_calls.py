@@ -86,7 +86,7 @@ def test_its_lines_do_the_same(install: Install, name: str) -> None:
     subject = Subject(adapter, CPU)
     for options in adapter.options:
         for spec in taken(adapter, options, 131, 17, 1, 127):
-            names: dict[str, Any] = {"call": subject.build(spec)}
+            names: dict[str, Any] = {"call": subject.build(spec), "torch": torch}
             lines = adapter.lines(options)
             assert "pagedmla" not in lines
             exec(lines, names)
@@ -176,7 +176,9 @@ def test_rows_that_nobody_owns_are_held_against_no_one(install: Install) -> None
     assert adapter.conventions_for(spec, {}, CPU).empty_out != 0.0
     assert adapter.conventions_for(alone, {}, CPU).empty_out == 0.0
     with pytest.raises(Broken, match="sees no key"):
-        Subject(adapter, CPU).normalise(torch.ones(3, 3, 512), torch.zeros(3, 3), alone, {})
+        Subject(adapter, CPU).normalise(
+            torch.ones(3, 3, 512, dtype=alone.q_dtype), torch.zeros(3, 3), alone, {}
+        )
 
 
 def test_vllms_number_of_splits(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

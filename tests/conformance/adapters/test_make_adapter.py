@@ -41,6 +41,10 @@ def somebodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module ``somebodys`` in the current folder, which is not on the module path."""
     (tmp_path / "somebodys.py").write_text(SOMEBODYS)
     (tmp_path / "broken.py").write_text("no_such_name\n")
+    (tmp_path / "deep.py").write_text("import json\n\nimport raising\n")
+    (tmp_path / "raising.py").write_text("class Own(Exception):\n    pass\n\n\nraise Own('no card')\n")
+    (tmp_path / "unparsed.py").write_text("a = 1\ndef decode(:\n")
+    (tmp_path / "needy.py").write_text("a = 1\nimport no_such_package\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
@@ -112,6 +116,12 @@ def test_our_own_function_is_one_too() -> None:
         ("no_such_module:decode", "a module no_such_module that imports"),
         ("no_such_module:decode", "No module named 'no_such_module'"),
         ("broken:decode", "NameError: name 'no_such_name' is not defined"),
+        ("broken:decode", "is not defined (broken.py, line 1)"),
+        ("deep:decode", "Own: no card (raising.py, line 5)"),
+        ("unparsed:decode", "(unparsed.py, line 2) [impl]"),
+        ("needy:decode", "No module named 'no_such_package' (needy.py, line 2)"),
+        ("somebodys.py:decode", "a module name such as somebodys, not a file, got 'somebodys.py'"),
+        ("./somebodys:decode", "a module name such as somebodys, not a file, got './somebodys'"),
         ("somebodys:encode", "an attribute of somebodys"),
         ("somebodys:encode", "'encode', which it does not have"),
         ("somebodys:number", "number, a int"),
@@ -125,6 +135,18 @@ def test_what_cannot_be_used_is_said_by_name(somebodys: None, name: str, words: 
         make_adapter(name)
     assert (caught.value.code, caught.value.argument) == ("impl", "impl")
     assert words in str(caught.value)
+
+
+def test_where_no_file_was_run_no_place_is_said(somebodys: None) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        make_adapter("no_such_module:decode")
+    assert ", line " not in str(caught.value)
+
+
+def test_what_does_not_parse_has_its_place_once(somebodys: None) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        make_adapter("unparsed:decode")
+    assert str(caught.value).count(", line 2)") == 1
 
 
 def test_making_adapters_loads_nothing_of_others() -> None:

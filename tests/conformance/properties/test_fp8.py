@@ -3,96 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from conformance.properties.questions import (
+    Answering,
+    Decoded,
+    each,
+    each_configuration,
+    each_fault,
+    expect_broken,
+    expect_kept,
+    right,
+    verdict,
+)
 
-import pagedmla
-from pagedmla.conformance.adapters.adapter import Adapter, Options, Prepared, PreparedCall
+from pagedmla.conformance.adapters.adapter import Options
 from pagedmla.conformance.adapters.ours import Ours
 from pagedmla.conformance.builder import KV_SCALE, Call
-from pagedmla.conformance.configurations import Configuration, configurations_for
-from pagedmla.conformance.examine import Verdict, examine
+from pagedmla.conformance.configurations import Configuration
 from pagedmla.conformance.properties.fp8 import PROPERTIES, _all_codes, _at_least
-from pagedmla.conformance.properties.property import Property, Scope
+from pagedmla.conformance.properties.property import Property
 from pagedmla.conformance.spec import BatchSpec
-from pagedmla.conformance.subject import Subject
 
-Raw = tuple[Tensor, Tensor]
-TENSORS = ("q", "kv_cache", "block_table", "seq_lens")
-
-CPU = torch.device("cpu")
-SMALL = Configuration(
-    "small", {"num_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "page_size": 16}, most_keys=150
-)
 BY_NAME = {prop.name: prop for prop in PROPERTIES}
 
 
-def verdict(
-    adapter: Adapter, prop: Property, configuration: Configuration = SMALL, examples: int = 30
-) -> Verdict:
-    scope = Scope(adapter, configuration, CPU)
-    return examine(prop, Subject(adapter, CPU), scope, max_examples=examples, shrink_seconds=0.0)
-
-
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
-@pytest.mark.parametrize("configuration", configurations_for(Ours("torch"), CPU), ids=lambda c: c.name)
+@each(PROPERTIES)
+@each_configuration
 def test_our_torch_backend_keeps_the_promise(configuration: Configuration, prop: Property) -> None:
-    found = verdict(Ours("torch"), prop, configuration, 2)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
+    expect_kept(Ours("torch"), prop, configuration, 2)
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_our_torch_backend_keeps_it_for_many_small_batches(prop: Property) -> None:
-    found = verdict(Ours("torch"), prop)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
-    assert found.examples > 3
+    assert expect_kept(Ours("torch"), prop).examples > 3
 
 
-def right(call: Call, options: Options, **changes: Any) -> Raw:
-    """The torch backend on a call of which some arguments are changed."""
-    tensors = {name: changes.pop(name, getattr(call, name)) for name in TENSORS}
-    return pagedmla.decode(
-        *tensors.values(), **{**call.semantics(), **options, "backend": "torch", **changes}
-    )
-
-
-class Faulty(Ours):
-    """The torch backend with one fault."""
-
-    def __init__(self, fault: Callable[[Call, Options], Raw]) -> None:
-        super().__init__("torch")
-        self.fault = fault
-
-    def prepare(
-        self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> Prepared:
-        def run() -> Raw:
-            own_out, own_lse = self.fault(call, options)
-            return own_out if out is None else out.copy_(own_out), own_lse if lse is None else lse.copy_(
-                own_lse
-            )
-
-        return PreparedCall(run)
-
-
-def scale_left_out(call: Call, options: Options) -> Raw:
+def scale_left_out(call: Call, options: Options) -> Decoded:
     return right(call, options, **({} if call.kv_scale is None else {"kv_scale": 1.0}))
 
 
-def scale_left_out_of_the_values(call: Call, options: Options) -> Raw:
+def scale_left_out_of_the_values(call: Call, options: Options) -> Decoded:
     out, lse = right(call, options)
     return (out if call.kv_scale is None else out / call.kv_scale), lse
 
 
-def scale_applied_twice_to_the_values(call: Call, options: Options) -> Raw:
+def scale_applied_twice_to_the_values(call: Call, options: Options) -> Decoded:
     out, lse = right(call, options)
     return (out if call.kv_scale is None else out * call.kv_scale), lse
 
 
-def fnuz_read_as_fn(call: Call, options: Options) -> Raw:
+def fnuz_read_as_fn(call: Call, options: Options) -> Decoded:
     if call.kv_cache.dtype != torch.float8_e4m3fnuz:
         return right(call, options)
     changes = {"kv_cache": call.kv_cache.view(torch.float8_e4m3fn)}
@@ -101,7 +63,7 @@ def fnuz_read_as_fn(call: Call, options: Options) -> Raw:
     return right(call, options, **changes)
 
 
-def subnormal_numbers_flushed(call: Call, options: Options) -> Raw:
+def subnormal_numbers_flushed(call: Call, options: Options) -> Decoded:
     if call.kv_scale is None:
         return right(call, options)
     codes = call.kv_cache.view(torch.uint8)
@@ -109,22 +71,22 @@ def subnormal_numbers_flushed(call: Call, options: Options) -> Raw:
     return right(call, options, kv_cache=flushed.view(call.kv_cache.dtype))
 
 
-def query_codes_past_64_clamped(call: Call, options: Options) -> Raw:
+def query_codes_past_64_clamped(call: Call, options: Options) -> Decoded:
     if call.q_scale is None:
         return right(call, options)
     return right(call, options, q=call.q.float().clamp(-64, 64).to(call.q.dtype))
 
 
-def scale_clamped(call: Call, options: Options) -> Raw:
+def scale_clamped(call: Call, options: Options) -> Decoded:
     return right(call, options, **({} if call.kv_scale is None else {"kv_scale": min(call.kv_scale, 0.05)}))
 
 
-def bits_depend_on_the_scale(call: Call, options: Options) -> Raw:
+def bits_depend_on_the_scale(call: Call, options: Options) -> Decoded:
     out, lse = right(call, options)
     return out, torch.nextafter(lse, lse + 1) if call.kv_scale == KV_SCALE else lse
 
 
-def scale_of_a_plain_cache_is_applied(call: Call, options: Options) -> Raw:
+def scale_of_a_plain_cache_is_applied(call: Call, options: Options) -> Decoded:
     """k_scale of a model that has one, over a cache that is not fp8."""
     if call.kv_cache.dtype.itemsize == 1:
         return right(call, options)
@@ -132,7 +94,7 @@ def scale_of_a_plain_cache_is_applied(call: Call, options: Options) -> Raw:
     return right(call, options, kv_scale=None, kv_cache=(call.kv_cache * factor).to(call.kv_cache.dtype))
 
 
-CAUGHT = [
+FAULTS = [
     ("fp8-scales", scale_left_out),
     ("fp8-scales", scale_left_out_of_the_values),
     ("fp8-scales", scale_applied_twice_to_the_values),
@@ -188,17 +150,13 @@ class OneFormat(Ours):
 
 @pytest.mark.parametrize("name", ["fp8-scales", "fp8-codes", "fp8-product"])
 def test_only_formats_that_are_taken_are_drawn(name: str) -> None:
-    found = verdict(OneFormat("torch"), BY_NAME[name])
-    assert found.status == "passed", found
-    assert found.examples > 10
+    assert expect_kept(OneFormat("torch"), BY_NAME[name]).examples > 10
 
 
-@pytest.mark.parametrize(("name", "fault"), CAUGHT)
-def test_a_fault_is_caught(name: str, fault: Callable[[Call, Options], Raw]) -> None:
-    found = verdict(Faulty(fault), BY_NAME[name])
-    assert found.status == "failed", found
-    assert found.steps
+@each_fault(FAULTS)
+def test_a_fault_is_caught(name: str, faulty: Callable[[Call, Options], Decoded]) -> None:
+    expect_broken(Answering(faulty), BY_NAME[name])
 
 
 def test_every_property_can_fail() -> None:
-    assert {name for name, _ in CAUGHT} == set(BY_NAME)
+    assert {name for name, _ in FAULTS} == set(BY_NAME)

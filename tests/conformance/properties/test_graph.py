@@ -10,46 +10,38 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.properties.questions import (
+    CPU,
+    TENSORS,
+    each,
+    each_configuration,
+    each_fault,
+    expect_broken,
+    expect_kept,
+    verdict,
+)
 from torch import Tensor
 
 from pagedmla.conformance.adapters.adapter import Adapter, Options, Prepared, PreparedCall
 from pagedmla.conformance.adapters.ours import Ours
 from pagedmla.conformance.builder import Call, build_spec
-from pagedmla.conformance.configurations import Configuration, configurations_for
-from pagedmla.conformance.examine import Verdict, examine
+from pagedmla.conformance.configurations import Configuration
 from pagedmla.conformance.properties.graph import PROPERTIES, _captured
-from pagedmla.conformance.properties.property import Property, Scope
+from pagedmla.conformance.properties.property import Property
 from pagedmla.conformance.spec import BatchSpec
-from pagedmla.conformance.subject import Subject
 
-TENSORS = ("q", "kv_cache", "block_table", "seq_lens")
-
-CPU = torch.device("cpu")
-SMALL = Configuration(
-    "small", {"num_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "page_size": 16}, most_keys=150
-)
 BY_NAME = {prop.name: prop for prop in PROPERTIES}
 
 
-def verdict(
-    adapter: Adapter, prop: Property, configuration: Configuration = SMALL, examples: int = 30
-) -> Verdict:
-    scope = Scope(adapter, configuration, CPU)
-    return examine(prop, Subject(adapter, CPU), scope, max_examples=examples, shrink_seconds=0.0)
-
-
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
-@pytest.mark.parametrize("configuration", configurations_for(Ours("torch"), CPU), ids=lambda c: c.name)
+@each(PROPERTIES)
+@each_configuration
 def test_our_torch_backend_keeps_the_promise(configuration: Configuration, prop: Property) -> None:
-    found = verdict(Ours("torch"), prop, configuration, 2)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
+    expect_kept(Ours("torch"), prop, configuration, 2)
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_our_torch_backend_keeps_it_for_many_small_batches(prop: Property) -> None:
-    found = verdict(Ours("torch"), prop)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
-    assert found.examples > 3
+    assert expect_kept(Ours("torch"), prop).examples > 3
 
 
 class Keeps(Ours):
@@ -112,7 +104,7 @@ class LeavesDeadRows(Ours):
         return PreparedCall(run)
 
 
-CAUGHT = [
+FAULTS = [
     ("replayed-walk", Keeps("q")),
     ("replayed-walk", Keeps("seq_lens")),
     ("replayed-walk", Keeps("block_table")),
@@ -123,22 +115,19 @@ CAUGHT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "adapter"), CAUGHT)
-def test_a_fault_is_caught(name: str, adapter: Adapter) -> None:
-    found = verdict(adapter, BY_NAME[name], SMALL, 60)
-    assert found.status == "failed", found
-    assert len(found.steps) > 1
+@each_fault(FAULTS)
+def test_a_fault_is_caught(name: str, faulty: Adapter) -> None:
+    assert len(expect_broken(faulty, BY_NAME[name], examples=60).steps) > 1
 
 
 def test_every_property_can_fail() -> None:
-    assert {name for name, _ in CAUGHT} == set(BY_NAME)
+    assert {name for name, _ in FAULTS} == set(BY_NAME)
 
 
 @pytest.mark.parametrize("name", ["seq_lens", "block_table", "cu_seqlens_q"])
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_metadata_that_a_refresh_makes_anew_is_no_fault(prop: Property, name: str) -> None:
-    found = verdict(Keeps(name, refreshed=True), prop)
-    assert found.status == "passed", found
+    expect_kept(Keeps(name, refreshed=True), prop)
 
 
 def test_it_is_asked_of_those_that_claim_it() -> None:
@@ -148,7 +137,7 @@ def test_it_is_asked_of_those_that_claim_it() -> None:
     assert all(prop.objection(Once("torch"), CPU) == "does not claim graph" for prop in PROPERTIES)
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_all_steps_have_the_same_shapes(prop: Property) -> None:
     examples: list[tuple[BatchSpec, ...]] = []
     recording = replace(prop, test=lambda subject, example: examples.append(example[0]))

@@ -5,109 +5,73 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from conformance.properties.questions import (
+    Answering,
+    Decoded,
+    each,
+    each_configuration,
+    each_fault,
+    expect_broken,
+    expect_kept,
+    right,
+    verdict,
+)
 from torch import Tensor
 
-import pagedmla
-from pagedmla.conformance.adapters.adapter import Adapter, Conventions, Options, Prepared, PreparedCall
+from pagedmla.conformance.adapters.adapter import Conventions, Options, Prepared, PreparedCall
 from pagedmla.conformance.adapters.ours import Ours
 from pagedmla.conformance.builder import Call
-from pagedmla.conformance.configurations import Configuration, configurations_for
-from pagedmla.conformance.examine import Verdict, examine
+from pagedmla.conformance.configurations import Configuration
 from pagedmla.conformance.merging import merge, merged_bound, merged_difference
 from pagedmla.conformance.numerics import LSE_ABSOLUTE, LSE_RELATIVE, Expected
 from pagedmla.conformance.properties.lse import PROPERTIES
-from pagedmla.conformance.properties.property import Property, Scope
+from pagedmla.conformance.properties.property import Property
 from pagedmla.conformance.spec import BatchSpec
-from pagedmla.conformance.subject import Result, Subject
+from pagedmla.conformance.subject import Result
 
-Raw = tuple[Tensor, Tensor]
-TENSORS = ("q", "kv_cache", "block_table", "seq_lens")
-
-CPU = torch.device("cpu")
-SMALL = Configuration(
-    "small", {"num_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "page_size": 16}, most_keys=150
-)
 BY_NAME = {prop.name: prop for prop in PROPERTIES}
 
 
-def verdict(
-    adapter: Adapter, prop: Property, configuration: Configuration = SMALL, examples: int = 30
-) -> Verdict:
-    scope = Scope(adapter, configuration, CPU)
-    return examine(prop, Subject(adapter, CPU), scope, max_examples=examples, shrink_seconds=0.0)
-
-
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
-@pytest.mark.parametrize("configuration", configurations_for(Ours("torch"), CPU), ids=lambda c: c.name)
+@each(PROPERTIES)
+@each_configuration
 def test_our_torch_backend_keeps_the_promise(configuration: Configuration, prop: Property) -> None:
-    found = verdict(Ours("torch"), prop, configuration, 2)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
+    expect_kept(Ours("torch"), prop, configuration, 2)
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_our_torch_backend_keeps_it_for_many_small_batches(prop: Property) -> None:
-    found = verdict(Ours("torch"), prop)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
-    assert found.examples > 3
+    assert expect_kept(Ours("torch"), prop).examples > 3
 
 
-def right(call: Call, options: Options, **changes: Any) -> Raw:
-    """The torch backend on a call of which some arguments are changed."""
-    tensors = {name: changes.pop(name, getattr(call, name)) for name in TENSORS}
-    return pagedmla.decode(
-        *tensors.values(), **{**call.semantics(), **options, "backend": "torch", **changes}
-    )
-
-
-class Faulty(Ours):
-    """The torch backend with one fault."""
-
-    def __init__(self, fault: Callable[[Call, Options], Raw]) -> None:
-        super().__init__("torch")
-        self.fault = fault
-
-    def prepare(
-        self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> Prepared:
-        def run() -> Raw:
-            own_out, own_lse = self.fault(call, options)
-            return own_out if out is None else out.copy_(own_out), own_lse if lse is None else lse.copy_(
-                own_lse
-            )
-
-        return PreparedCall(run)
-
-
-def base_two(call: Call, options: Options) -> Raw:
+def base_two(call: Call, options: Options) -> Decoded:
     out, lse = right(call, options)
     return out, lse / math.log(2)
 
 
-def transposed_where_sizes_allow(call: Call, options: Options) -> Raw:
+def transposed_where_sizes_allow(call: Call, options: Options) -> Decoded:
     out, lse = right(call, options)
     return out, lse.T.contiguous() if lse.shape[0] == lse.shape[1] else lse
 
 
-def folded_shape(call: Call, options: Options) -> Raw:
+def folded_shape(call: Call, options: Options) -> Decoded:
     out, lse = right(call, options)
     return out, lse.reshape(-1, 2) if lse.numel() % 2 == 0 else lse
 
 
-def finite_for_empty_rows(call: Call, options: Options) -> Raw:
+def finite_for_empty_rows(call: Call, options: Options) -> Decoded:
     out, lse = right(call, options)
     return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def last_key_missing_from_lse(call: Call, options: Options) -> Raw:
+def last_key_missing_from_lse(call: Call, options: Options) -> Decoded:
     shorter = torch.where(call.seq_lens > 1, call.seq_lens - 1, call.seq_lens)
     return right(call, options)[0], right(call, options, seq_lens=shorter)[1]
 
 
-CAUGHT = [
+FAULTS = [
     ("lse-values", base_two),
     ("lse-values", transposed_where_sizes_allow),
     ("lse-values", folded_shape),
@@ -132,7 +96,7 @@ class GivenLse(Ours):
     def prepare(
         self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
     ) -> Prepared:
-        def run() -> Raw:
+        def run() -> Decoded:
             own_out, own_lse = right(call, options)
             if lse is not None and self.fault == "rounded":
                 own_out = (own_out.view(torch.int16) ^ 1).view(own_out.dtype)
@@ -150,7 +114,7 @@ def test_an_lse_that_is_given_is_written_and_changes_nothing(fault: str) -> None
     assert verdict(GivenLse(fault), BY_NAME["lse-given"]).status == "failed"
 
 
-class OtherConventions(Faulty):
+class OtherConventions(Answering):
     """Base 2, +inf and nan for empty rows, bfloat16: odd, declared, and right."""
 
     features = frozenset({"out"})
@@ -162,22 +126,21 @@ class OtherConventions(Faulty):
     def conventions_for(self, spec: BatchSpec, options: Options, device: torch.device) -> Conventions:
         return replace(self.conventions, p_dtype=super().conventions_for(spec, options, device).p_dtype)
 
-    def answer(self, call: Call, options: Options) -> Raw:
+    def answer(self, call: Call, options: Options) -> Decoded:
         out, lse = right(call, options)
         empty = lse == -math.inf
         lse = (lse / math.log(2)).masked_fill(empty, math.inf).bfloat16()
         return out.masked_fill(empty[..., None], math.nan), lse
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_declared_conventions_are_honoured(prop: Property) -> None:
-    found = verdict(OtherConventions(), prop)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
+    expect_kept(OtherConventions(), prop)
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_nothing_is_held_against_one_without_lse(prop: Property) -> None:
-    class Without(Faulty):
+    class Without(Answering):
         def conventions_for(self, spec: BatchSpec, options: Options, device: torch.device) -> Conventions:
             return replace(super().conventions_for(spec, options, device), lse_base=None)
 
@@ -269,12 +232,10 @@ def test_a_nan_of_a_piece_stays_visible() -> None:
     assert "[0, 0, 7] is nan" in merged_difference(merged, whole_of(pieces), merged_bound(pieces))
 
 
-@pytest.mark.parametrize(("name", "fault"), CAUGHT)
-def test_a_fault_is_caught(name: str, fault: Callable[[Call, Options], Raw]) -> None:
-    found = verdict(Faulty(fault), BY_NAME[name])
-    assert found.status == "failed", found
-    assert found.steps
+@each_fault(FAULTS)
+def test_a_fault_is_caught(name: str, faulty: Callable[[Call, Options], Decoded]) -> None:
+    expect_broken(Answering(faulty), BY_NAME[name])
 
 
 def test_every_property_can_fail() -> None:
-    assert {name for name, _ in CAUGHT} == set(BY_NAME)
+    assert {name for name, _ in FAULTS} == set(BY_NAME)

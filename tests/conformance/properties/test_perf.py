@@ -7,23 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from conformance.properties.questions import CPU, each, expect_kept, verdict
 from torch import Tensor
 
-from pagedmla.conformance.adapters.adapter import Adapter, Options, Prepared, PreparedCall
+from pagedmla.conformance.adapters.adapter import Options, Prepared, PreparedCall
 from pagedmla.conformance.adapters.ours import Ours
 from pagedmla.conformance.builder import Call
-from pagedmla.conformance.configurations import Configuration
-from pagedmla.conformance.examine import Verdict, examine
 from pagedmla.conformance.properties import perf
 from pagedmla.conformance.properties.perf import PROPERTIES, CudaWatch
-from pagedmla.conformance.properties.property import Property, Scope
-from pagedmla.conformance.subject import Subject
-
-CPU = torch.device("cpu")
-SMALL = Configuration(
-    "small", {"num_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "page_size": 16}, most_keys=150
-)
-BY_NAME = {prop.name: prop for prop in PROPERTIES}
+from pagedmla.conformance.properties.property import Property
 
 
 class FakeDevice:
@@ -86,11 +78,6 @@ class Claims(Ours):
         return PreparedCall(run)
 
 
-def verdict(adapter: Adapter, prop: Property) -> Verdict:
-    scope = Scope(adapter, SMALL, CPU)
-    return examine(prop, Subject(adapter, CPU), scope, max_examples=10, shrink_seconds=0.0)
-
-
 def test_it_is_asked_on_cuda_and_of_those_that_claim_it() -> None:
     class Silent(Ours):
         features = frozenset({"out"})
@@ -102,7 +89,7 @@ def test_it_is_asked_on_cuda_and_of_those_that_claim_it() -> None:
         assert prop.objection(claims, torch.device("cuda", 0)) is None
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_what_happens_once_is_no_fault(prop: Property, device: FakeDevice) -> None:
     """Waiting and allocating while a call is prepared, and in its first run, which compiles."""
 
@@ -110,8 +97,7 @@ def test_what_happens_once_is_no_fault(prop: Property, device: FakeDevice) -> No
         if runs == 1:
             device.allocate()
 
-    found = verdict(Claims(device.allocate, once), prop)
-    assert found.status == "passed", found
+    found = expect_kept(Claims(device.allocate, once), prop, examples=10)
     assert device.made >= 2 * found.examples > 0
 
 
@@ -121,11 +107,11 @@ def test_a_fault_is_caught_by_its_property_alone(name: str, does: str, device: F
     for every in (1, 4):
         faulty = Claims(lambda: None, lambda runs, every=every: act() if runs % every == 0 else None)  # type: ignore[misc]
         for prop in PROPERTIES:
-            found = verdict(faulty, prop)
+            found = verdict(faulty, prop, examples=10)
             assert found.status == ("failed" if prop.name == name else "passed"), found
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_a_call_that_does_nothing_is_not_fast_but_wrong(prop: Property, device: FakeDevice) -> None:
     class Nothing(Claims):
         def prepare(
@@ -133,7 +119,7 @@ def test_a_call_that_does_nothing_is_not_fast_but_wrong(prop: Property, device: 
         ) -> Prepared:
             return PreparedCall(lambda: (out, lse))  # type: ignore[arg-type, return-value]
 
-    found = verdict(Nothing(lambda: None, lambda runs: None), prop)
+    found = verdict(Nothing(lambda: None, lambda runs: None), prop, examples=10)
     assert found.status == "failed"
     assert "nan" in found.detail
 

@@ -2,67 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-import pytest
-import torch
-from torch import Tensor
+from conformance.properties.questions import (
+    Faulty,
+    Raw,
+    each,
+    each_configuration,
+    each_fault,
+    expect_broken,
+    expect_kept,
+)
 
-from pagedmla.conformance.adapters.adapter import Adapter, Options, Prepared, PreparedCall
+from pagedmla.conformance.adapters.adapter import Adapter
 from pagedmla.conformance.adapters.ours import Ours
 from pagedmla.conformance.builder import Call
-from pagedmla.conformance.configurations import Configuration, configurations_for
-from pagedmla.conformance.examine import Verdict, examine
-from pagedmla.conformance.properties.property import Property, Scope
+from pagedmla.conformance.configurations import Configuration
+from pagedmla.conformance.properties.property import Property
 from pagedmla.conformance.properties.shape import PROPERTIES
-from pagedmla.conformance.subject import Subject
 
-Raw = tuple[Tensor, Tensor | None]
-
-CPU = torch.device("cpu")
-SMALL = Configuration(
-    "small", {"num_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "page_size": 16}, most_keys=150
-)
 BY_NAME = {prop.name: prop for prop in PROPERTIES}
 
 
-def verdict(
-    adapter: Adapter, prop: Property, configuration: Configuration = SMALL, examples: int = 30
-) -> Verdict:
-    scope = Scope(adapter, configuration, CPU)
-    return examine(prop, Subject(adapter, CPU), scope, max_examples=examples, shrink_seconds=0.0)
-
-
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
-@pytest.mark.parametrize("configuration", configurations_for(Ours("torch"), CPU), ids=lambda c: c.name)
+@each(PROPERTIES)
+@each_configuration
 def test_our_torch_backend_keeps_the_promise(configuration: Configuration, prop: Property) -> None:
-    found = verdict(Ours("torch"), prop, configuration, 2)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
+    expect_kept(Ours("torch"), prop, configuration, 2)
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_our_torch_backend_keeps_it_for_many_small_batches(prop: Property) -> None:
-    found = verdict(Ours("torch"), prop)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
-    assert found.examples > 3
-
-
-class Faulty(Ours):
-    """The torch backend with one fault: in what it makes of a call, or in what it makes of the result."""
-
-    def __init__(
-        self, change: Callable[[Call], Call] | None = None, spoil: Callable[[Call, Raw], Raw] | None = None
-    ) -> None:
-        super().__init__("torch")
-        self.change, self.spoil = change, spoil
-
-    def prepare(
-        self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> Prepared:
-        prepared = super().prepare(self.change(call) if self.change else call, options, out, lse)
-        spoil = self.spoil
-        return prepared if spoil is None else PreparedCall(lambda: spoil(call, prepared.run()))
+    assert expect_kept(Ours("torch"), prop).examples > 3
 
 
 def tail_heads_lost(call: Call, result: Raw) -> Raw:
@@ -99,14 +69,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "faulty"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_a_fault_is_rejected(name: str, faulty: Faulty) -> None:
-    found = verdict(faulty, BY_NAME[name], examples=100)
-    assert found.status == "failed", found
-    assert found.detail
-    assert found.steps
+@each_fault(FAULTS)
+def test_a_fault_is_caught(name: str, faulty: Adapter) -> None:
+    assert expect_broken(faulty, BY_NAME[name], examples=100).detail
 
 
 def test_every_property_can_fail() -> None:

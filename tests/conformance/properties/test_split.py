@@ -4,91 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from conformance.properties.questions import (
+    CPU,
+    SMALL,
+    Answering,
+    Decoded,
+    each,
+    each_configuration,
+    each_fault,
+    expect_broken,
+    expect_kept,
+    right,
+    verdict,
+)
 
-import pagedmla
-from pagedmla.conformance.adapters.adapter import Adapter, Options, Prepared, PreparedCall
+from pagedmla.conformance.adapters.adapter import Options
 from pagedmla.conformance.adapters.ours import Ours
 from pagedmla.conformance.builder import Call, draw_batch
-from pagedmla.conformance.configurations import Configuration, configurations_for
-from pagedmla.conformance.examine import Verdict, examine
+from pagedmla.conformance.configurations import Configuration
+from pagedmla.conformance.examine import examine
 from pagedmla.conformance.properties.property import Property, Scope
 from pagedmla.conformance.properties.split import PROPERTIES
 from pagedmla.conformance.subject import Subject
 
-Raw = tuple[Tensor, Tensor]
-TENSORS = ("q", "kv_cache", "block_table", "seq_lens")
-
-CPU = torch.device("cpu")
-SMALL = Configuration(
-    "small", {"num_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "page_size": 16}, most_keys=150
-)
 BY_NAME = {prop.name: prop for prop in PROPERTIES}
 
 
-def verdict(
-    adapter: Adapter, prop: Property, configuration: Configuration = SMALL, examples: int = 30
-) -> Verdict:
-    scope = Scope(adapter, configuration, CPU)
-    return examine(prop, Subject(adapter, CPU), scope, max_examples=examples, shrink_seconds=0.0)
-
-
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
-@pytest.mark.parametrize("configuration", configurations_for(Ours("torch"), CPU), ids=lambda c: c.name)
+@each(PROPERTIES)
+@each_configuration
 def test_our_torch_backend_keeps_the_promise(configuration: Configuration, prop: Property) -> None:
-    found = verdict(Ours("torch"), prop, configuration, 2)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
+    expect_kept(Ours("torch"), prop, configuration, 2)
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_our_torch_backend_keeps_it_for_many_small_batches(prop: Property) -> None:
-    found = verdict(Ours("torch"), prop)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
-    assert found.examples > 3
+    assert expect_kept(Ours("torch"), prop).examples > 3
 
 
-def right(call: Call, options: Options, **changes: Any) -> Raw:
-    """The torch backend on a call of which some arguments are changed."""
-    tensors = {name: changes.pop(name, getattr(call, name)) for name in TENSORS}
-    return pagedmla.decode(
-        *tensors.values(), **{**call.semantics(), **options, "backend": "torch", **changes}
-    )
-
-
-class Faulty(Ours):
-    """The torch backend with one fault."""
-
-    def __init__(self, fault: Callable[[Call, Options], Raw]) -> None:
-        super().__init__("torch")
-        self.fault = fault
-
-    def prepare(
-        self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> Prepared:
-        def run() -> Raw:
-            own_out, own_lse = self.fault(call, options)
-            return own_out if out is None else out.copy_(own_out), own_lse if lse is None else lse.copy_(
-                own_lse
-            )
-
-        return PreparedCall(run)
-
-
-def last_key_of_a_new_tile_lost(call: Call, options: Options) -> Raw:
+def last_key_of_a_new_tile_lost(call: Call, options: Options) -> Decoded:
     lost = (call.seq_lens % 16 == 1) & (call.seq_lens > 1)
     return right(call, options, seq_lens=call.seq_lens - lost.int())
 
 
-def lse_unwritten_with_one_split(call: Call, options: Options) -> Raw:
+def lse_unwritten_with_one_split(call: Call, options: Options) -> Decoded:
     out, lse = right(call, options)
     return out, torch.full_like(lse, torch.nan) if options.get("num_kv_splits") == 1 else lse
 
 
-def empty_splits_count_as_a_score_of_zero(call: Call, options: Options) -> Raw:
+def empty_splits_count_as_a_score_of_zero(call: Call, options: Options) -> Decoded:
     out, lse = right(call, options)
     splits = int(options.get("num_kv_splits", 1))  # type: ignore[call-overload]
     extra = torch.log((splits - call.seq_lens).clamp(min=0).float())[:, None]
@@ -96,19 +62,19 @@ def empty_splits_count_as_a_score_of_zero(call: Call, options: Options) -> Raw:
     return out * torch.exp(lse - total).nan_to_num(0.0)[..., None].to(out.dtype), total
 
 
-def no_maximum_subtracted(call: Call, options: Options) -> Raw:
+def no_maximum_subtracted(call: Call, options: Options) -> Decoded:
     out, lse = right(call, options)
     return out.masked_fill(lse[..., None] > 88, torch.nan), lse.masked_fill(lse > 88, torch.inf)
 
 
-def last_key_counted_twice(call: Call, options: Options) -> Raw:
+def last_key_counted_twice(call: Call, options: Options) -> Decoded:
     out, lse = right(call, options)
     _, before = right(call, options, seq_lens=(call.seq_lens - 1).clamp(min=0))
     last = lse + torch.log1p(-torch.exp(before - lse))
     return out, torch.where(call.seq_lens[:, None] > 1, torch.logaddexp(lse, last), lse)
 
 
-CAUGHT = [
+FAULTS = [
     ("dense-lengths", last_key_of_a_new_tile_lost),
     ("dense-lengths", lse_unwritten_with_one_split),
     ("few-keys", empty_splits_count_as_a_score_of_zero),
@@ -128,15 +94,13 @@ def test_splits_are_drawn_only_for_those_that_take_them() -> None:
     assert not any("num_kv_splits" in example for example in seen)
 
 
-@pytest.mark.parametrize(("name", "fault"), CAUGHT)
-def test_a_fault_is_caught(name: str, fault: Callable[[Call, Options], Raw]) -> None:
-    found = verdict(Faulty(fault), BY_NAME[name])
-    assert found.status == "failed", found
-    assert found.steps
+@each_fault(FAULTS)
+def test_a_fault_is_caught(name: str, faulty: Callable[[Call, Options], Decoded]) -> None:
+    expect_broken(Answering(faulty), BY_NAME[name])
 
 
 def test_every_property_can_fail() -> None:
-    assert {name for name, _ in CAUGHT} == set(BY_NAME)
+    assert {name for name, _ in FAULTS} == set(BY_NAME)
 
 
 @pytest.mark.parametrize("dims", [(16, 0), (32, 8), (512, 64)])

@@ -4,45 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
+from conformance.properties.questions import each, each_configuration, each_fault, expect_broken, expect_kept
 from torch import Tensor
 
 from pagedmla.conformance.adapters.adapter import Adapter, Options, Prepared, PreparedCall
 from pagedmla.conformance.adapters.ours import Ours
 from pagedmla.conformance.builder import Call
-from pagedmla.conformance.configurations import Configuration, configurations_for
-from pagedmla.conformance.examine import Verdict, examine
-from pagedmla.conformance.properties.property import Property, Scope
+from pagedmla.conformance.configurations import Configuration
+from pagedmla.conformance.properties.property import Property
 from pagedmla.conformance.properties.sync import PROPERTIES
-from pagedmla.conformance.subject import Subject
 
-CPU = torch.device("cpu")
-SMALL = Configuration(
-    "small", {"num_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "page_size": 16}, most_keys=150
-)
 BY_NAME = {prop.name: prop for prop in PROPERTIES}
 
 
-def verdict(
-    adapter: Adapter, prop: Property, configuration: Configuration = SMALL, examples: int = 30
-) -> Verdict:
-    scope = Scope(adapter, configuration, CPU)
-    return examine(prop, Subject(adapter, CPU), scope, max_examples=examples, shrink_seconds=0.0)
-
-
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
-@pytest.mark.parametrize("configuration", configurations_for(Ours("torch"), CPU), ids=lambda c: c.name)
+@each(PROPERTIES)
+@each_configuration
 def test_our_torch_backend_keeps_the_promise(configuration: Configuration, prop: Property) -> None:
-    found = verdict(Ours("torch"), prop, configuration, 2)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
+    expect_kept(Ours("torch"), prop, configuration, 2)
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_our_torch_backend_keeps_it_for_many_small_batches(prop: Property) -> None:
-    found = verdict(Ours("torch"), prop)
-    assert found.status == "passed", f"{found.detail}\n{found.example}"
-    assert found.examples > 3
+    assert expect_kept(Ours("torch"), prop).examples > 3
 
 
 class EverySeventhRun(Ours):
@@ -101,25 +85,22 @@ class OneOutput(Ours):
         )
 
 
-CAUGHT = [
+FAULTS = [
     ("many-times", EverySeventhRun("torch")),
     ("two-calls", OneForAll("torch")),
     ("late-inputs", ReadsEarly("torch")),
 ]
 
 
-@pytest.mark.parametrize(("name", "adapter"), CAUGHT)
-def test_a_fault_is_caught(name: str, adapter: Adapter) -> None:
-    found = verdict(adapter, BY_NAME[name])
-    assert found.status == "failed", found
-    assert found.steps
+@each_fault(FAULTS)
+def test_a_fault_is_caught(name: str, faulty: Adapter) -> None:
+    expect_broken(faulty, BY_NAME[name])
 
 
 def test_every_property_can_fail() -> None:
-    assert {name for name, _ in CAUGHT} == set(BY_NAME)
+    assert {name for name, _ in FAULTS} == set(BY_NAME)
 
 
-@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+@each(PROPERTIES)
 def test_outputs_that_are_made_once_are_no_fault(prop: Property) -> None:
-    found = verdict(OneOutput("torch"), prop)
-    assert found.status == "passed", found
+    expect_kept(OneOutput("torch"), prop)
