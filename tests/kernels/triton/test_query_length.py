@@ -14,6 +14,7 @@ from triton_backend import (
     DEVICE,
     INVARIANT,
     MODES,
+    ON_CARD,
     PERSISTENT,
     SPLITS,
     arguments,
@@ -53,6 +54,19 @@ def test_unrolling_across_row_tiles(num_heads: int) -> None:
     batch = make_batch([70, 1], [3, 2], num_heads=num_heads)
     together = checked(arguments(batch), **INVARIANT)
     assert same_bits(together, run(arguments(unrolled(batch)), **INVARIANT))
+
+
+@pytest.mark.skipif(
+    not ON_CARD, reason="a card's compiler chooses layouts, which the interpreter has none of"
+)
+@pytest.mark.parametrize("num_heads", [16, 40, 128])
+def test_unrolling_at_a_models_size(num_heads: int) -> None:
+    """Sums over keys in both loops, whatever threads hold the numbers; lse shows the last bits that out's dtype hides."""
+    batch = make_batch(
+        [131, 7, 300], [3, 2, 4], num_heads=num_heads, dims=(512, 64), q_dtype=torch.bfloat16, spread=0.7
+    )
+    call, single = arguments(batch, 64), arguments(unrolled(batch), 64)
+    assert same_bits(checked(call, **INVARIANT), checked(single, **INVARIANT))
 
 
 @few(3)
