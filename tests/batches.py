@@ -16,10 +16,8 @@ from torch import Tensor
 
 import pagedmla
 from pagedmla.conformance import numerics
-from pagedmla.conformance.inputs import poison_tensor, store
-
-Q_SCALE, KV_SCALE = 0.0523, 0.0371
-GARBAGE_CELLS = (-1, 2**31 - 1, 0, -(2**31), 1)
+from pagedmla.conformance.builder import GARBAGE_CELLS
+from pagedmla.conformance.inputs import KV_SCALE, Q_SCALE, poison_tensor, store
 
 
 @dataclass(frozen=True)

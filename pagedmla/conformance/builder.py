@@ -12,14 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pagedmla.conformance.inputs import poison_tensor, store
+from pagedmla.conformance.inputs import KV_SCALE, Q_SCALE, poison_tensor, store
 from pagedmla.conformance.spec import BatchSpec
 
 GARBAGE_CELLS = (-1, 2**31 - 1, 0, -(2**31), 1)
 """What engines leave in cells past a sequence's end: padding, garbage, and pages that are somebody else's."""
-
-Q_SCALE, KV_SCALE = 0.0523, 0.0371
-"""Scales of fp8 tensors: off the powers of two, so that one that is forgotten or rounded shows."""
 
 
 @dataclass(frozen=True)

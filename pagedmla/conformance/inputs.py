@@ -31,7 +31,7 @@ _SCORE_SPREAD = 1.7
 # a prime, so that no row, page or tile of a kernel meets the pattern in step
 _TILE = 8191
 # off the powers of two, and large enough that values meet several exponents of an fp8 format
-_Q_SCALE, _KV_SCALE = 0.0523, 0.0371
+Q_SCALE, KV_SCALE = 0.0523, 0.0371
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def build_inputs(case: Case, device: torch.device | str, seed: int, poison: str 
         block_table=_fill_unused_cells(table, num_pages),
         seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32),
         cu_seqlens_q=cu_seqlens_q,
-        q_scale=_Q_SCALE if problem.q_dtype.itemsize == 1 else None,
+        q_scale=Q_SCALE if problem.q_dtype.itemsize == 1 else None,
         # a float or a tensor: both are in the contract, so both are run
-        kv_scale=torch.tensor([_KV_SCALE], dtype=torch.float32) if problem.layout.scaled else None,
+        kv_scale=torch.tensor([KV_SCALE], dtype=torch.float32) if problem.layout.scaled else None,
         out_storage=out_storage,
         lse_storage=lse_storage,
     )
@@ -188,7 +188,7 @@ def _cache(
     cache = poison_tensor((num_pages, page_size, problem.head_dim_qk), dtype, poison, rest)
     for sequence, length in enumerate(case.seq_lens):
         values = torch.randn(length, problem.head_dim_qk, generator=live, dtype=torch.float32)
-        rows = store(values, dtype, _KV_SCALE)
+        rows = store(values, dtype, KV_SCALE)
         for start in range(0, length, page_size):
             chunk = rows[start : start + page_size]
             cache[int(table[sequence, start // page_size]), : chunk.shape[0]] = chunk
@@ -207,7 +207,7 @@ def _queries(
     for start, stop, length in zip(starts, starts[1:], case.seq_lens, strict=False):
         values = spread * torch.randn(stop - start, *shape[1:], generator=live, dtype=torch.float32)
         blind = max(0, stop - start - length) if problem.causal or length == 0 else 0
-        q[start + blind : stop] = store(values[blind:], problem.q_dtype, _Q_SCALE)
+        q[start + blind : stop] = store(values[blind:], problem.q_dtype, Q_SCALE)
     return q, torch.tensor(starts, dtype=torch.int32) if case.ragged else None
 
 

@@ -37,7 +37,8 @@ from torch import Tensor
 
 from pagedmla.conformance import numerics
 from pagedmla.conformance.adapters.adapter import Options
-from pagedmla.conformance.builder import Batch, Call, draw_batch, lay_out
+from pagedmla.conformance.builder import Batch, draw_batch, lay_out
+from pagedmla.conformance.changed_calls import expect_call, run_changed
 from pagedmla.conformance.spec import BatchSpec
 from pagedmla.conformance.subject import Broken, Refused, Result, Step, Subject
 
@@ -138,9 +139,7 @@ def check_merged(
         )
         expected.append(expect_call(subject, call, options))
     whole = subject.expected(spec, conventions.p_dtype or spec.q_dtype)
-    detail = merged_difference(
-        merge(results), whole, merged_bound(expected, lse_rounding(subject, spec, options))
-    )
+    detail = merged_difference(merge(results), whole, merged_bound(expected, conventions.lse_rounding))
     if detail:
         raise Broken(f"{detail}: {note}, then merged", Step(spec, options, note))
 
@@ -165,51 +164,6 @@ def merged_difference(merged: tuple[Tensor, Tensor], whole: numerics.Expected, b
     place = tuple(wrong[0])
     values = f"{lse[place].item():.9g} where {whole.lse[place].item():.9g} is right"
     return f"lse{list(place)} is {values}, bound {bound.lse[place].item():.3e}"
-
-
-def expect_call(subject: Subject, call: Call, options: Options) -> numerics.Expected:
-    """The oracle's answer to a call that its spec does not describe: tokens, scales or queries were changed."""
-    conventions = subject.adapter.conventions_for(call.spec, options, subject.device)
-    q_dtype = call.spec.q_dtype
-    return numerics.expect(
-        call.q, call.kv_cache, call.block_table, call.seq_lens,
-        out_dtype=torch.bfloat16 if q_dtype.itemsize == 1 else q_dtype,
-        p_dtype=conventions.p_dtype or q_dtype,
-        **call.semantics(),  # type: ignore[arg-type]
-    )  # fmt: skip
-
-
-def run_changed(subject: Subject, call: Call, options: Options, note: str) -> Result:
-    """``subject.run`` of a call that its spec does not describe; ``note`` says what was changed, in words."""
-    try:
-        return subject.run(call, options)
-    except Broken as broken:
-        steps = [replace(step, note=note) for step in broken.steps]
-        raise Broken(f"{broken.detail}: {note}", *steps) from broken
-
-
-def check_changed(subject: Subject, call: Call, options: Options, note: str) -> Result:
-    """Runs a call that its spec does not describe, and holds it against the float64 oracle of just this call.
-
-    Raises:
-        Broken: with the worst place and ``note``.
-        Refused: by the implementation.
-    """
-    result = run_changed(subject, call, options, note)
-    expected = expect_call(subject, call, options)
-    lse = expected.lse.float() if result.lse is None else result.lse
-    comparison = numerics.compare(
-        result.out, lse, expected, lse_rounding=lse_rounding(subject, call.spec, options)
-    )
-    if not comparison.passed:
-        raise Broken(f"{comparison.detail}: {note}", Step(call.spec, options, note))
-    return result
-
-
-def lse_rounding(subject: Subject, spec: BatchSpec, options: Options) -> float:
-    """Unit roundoff of the lse that the implementation declares; 0 for float32, which the tolerance knows of."""
-    dtype = subject.adapter.conventions_for(spec, options, subject.device).lse_dtype
-    return 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
 
 
 def _lse(result: Result) -> Tensor:

@@ -50,6 +50,11 @@ class Conventions:
     out_dtype: torch.dtype | None = None
     p_dtype: torch.dtype | None = None
 
+    @property
+    def lse_rounding(self) -> float:
+        """Unit roundoff of the lse; 0 for float32, which its tolerance knows of."""
+        return 0.0 if self.lse_dtype == torch.float32 else torch.finfo(self.lse_dtype).eps / 2
+
 
 class Prepared(Protocol):
     """A call whose metadata is made and whose tensors have fixed addresses."""

@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagedmla.conformance.builder import KV_SCALE, Q_SCALE, Batch, Call, draw_batch, lay_out
-from pagedmla.conformance.inputs import store
-from pagedmla.conformance.merging import check_changed
+from pagedmla.conformance.builder import Batch, Call, draw_batch, lay_out
+from pagedmla.conformance.changed_calls import check_changed
+from pagedmla.conformance.inputs import KV_SCALE, Q_SCALE, store
 from pagedmla.conformance.properties.property import Property, Scope
 from pagedmla.conformance.spec import BatchSpec
 from pagedmla.conformance.strategies import lengths, seeds, specs

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pagedmla.conformance.builder import Batch, Call, draw_batch, lay_out
-from pagedmla.conformance.merging import check_changed
+from pagedmla.conformance.changed_calls import check_changed
 from pagedmla.conformance.properties.property import Property, Scope
 from pagedmla.conformance.spec import BatchSpec
 from pagedmla.conformance.strategies import specs

@@ -16,8 +16,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagedmla.conformance.builder import KV_SCALE, Call
-from pagedmla.conformance.inputs import store
+from pagedmla.conformance.builder import Call
+from pagedmla.conformance.inputs import KV_SCALE, store
 from pagedmla.conformance.properties.arch import run_or_refuse
 from pagedmla.conformance.properties.mem import nan_outputs
 from pagedmla.conformance.properties.property import Property, Scope
