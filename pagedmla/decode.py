@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 import pagedmla.ops  # noqa: F401  (registers torch.ops.pagedmla)
-from pagedmla import kernels
 from pagedmla.contract.arguments import Scale, check_scale_number, expect
 from pagedmla.contract.errors import InvalidArgument, Unsupported, check_type
 from pagedmla.contract.problem import (
@@ -17,8 +16,9 @@ from pagedmla.contract.problem import (
     check_softmax_scale,
     out_dtype_of,
 )
-from pagedmla.contract.support import check_backend_name, choose_backend
+from pagedmla.contract.support import check_backend_name
 from pagedmla.contract.target import Target
+from pagedmla.dispatch import workspace_bytes
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -153,8 +153,7 @@ def workspace_size(
     """
     check_type("problem", problem, DecodeProblem)
     check_type("bounds", bounds, BatchBounds)
-    target = Target.detect(device)
-    return kernels.load(choose_backend(problem, target, backend)).workspace_size(problem, bounds, target)
+    return workspace_bytes(problem, bounds, Target.detect(device), backend)
 
 
 def _split_query(q: Query) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -19,9 +19,10 @@ from pagedmla.contract.arguments import DecodeArguments, check_arguments, expect
 from pagedmla.contract.errors import InvalidArgument
 from pagedmla.contract.memory import check_memory
 from pagedmla.contract.problem import out_dtype_of
-from pagedmla.contract.support import check_backend_name, choose_backend
+from pagedmla.contract.support import check_backend_name
 from pagedmla.contract.target import Target
 from pagedmla.contract.values import check_values
+from pagedmla.dispatch import backend_for
 from pagedmla.paging import device_kernels
 
 _DECODE_ARGUMENTS = (
@@ -90,7 +91,7 @@ def _run(
     args: DecodeArguments, backend: str | None, validate: bool, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     problem = args.problem()
-    name = choose_backend(problem, Target.detect(args.q.device), backend)
+    name = backend_for(args, problem, Target.detect(args.q.device), backend)
     check_memory(args, out, lse)
     if validate:
         check_values(args)
@@ -152,9 +153,9 @@ def _merge_states(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[t
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if accumulator == torch.float32 and device_kernels.kernels_for(device) is not None:
             # one launch; the states are read in their own dtype
-            return kernels.load("triton").merge_states(outs, lses)
+            return kernels.load_merging("triton").merge_states(outs, lses)
         # plain tensor arithmetic, which every device has
-        out, lse = kernels.load("torch").merge_states(
+        out, lse = kernels.load_merging("torch").merge_states(
             [out.to(accumulator) for out in outs], [lse.to(accumulator) for lse in lses]
         )
     return out.to(dtype), lse.to(lses[0].dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from pagedmla import kernels
 from pagedmla.contract.arguments import Scale
 from pagedmla.contract.errors import InvalidArgument, PlanMismatch, check_type
 from pagedmla.contract.kv_layout import layout_of_dtype
@@ -12,6 +11,7 @@ from pagedmla.contract.problem import BatchBounds, DecodeProblem
 from pagedmla.contract.support import choose_backend
 from pagedmla.contract.target import Target
 from pagedmla.decode import Query, decode
+from pagedmla.dispatch import workspace_bytes
 from pagedmla.paging.metadata import DecodeMetadata
 
 
@@ -27,7 +27,7 @@ class DecodePlan:
 
     Attributes:
         problem, bounds, device: what the plan was made for.
-        backend: the backend that runs it.
+        backend: the backend that runs it; where none was named, a cache that it cannot read leads a run to the next best.
         metadata: the persistent block table, lengths and query starts.
         workspace: uint8, the kernel's intermediates.
     """
@@ -58,9 +58,10 @@ class DecodePlan:
         self.problem = problem
         self.bounds = bounds
         self.backend = choose_backend(problem, target, backend)
+        self._named_backend = backend
         self.metadata = DecodeMetadata(bounds, problem.page_size, csr=False, device=device)
         self.device = self.metadata.block_table.device
-        num_bytes = kernels.load(self.backend).workspace_size(problem, bounds, target)
+        num_bytes = workspace_bytes(problem, bounds, target, backend)
         self.workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._even_tokens = 0
 
@@ -122,7 +123,7 @@ class DecodePlan:
             kv_scale=kv_scale,
             out=out,
             lse=lse,
-            backend=self.backend,
+            backend=self._named_backend,
             schedule=problem.schedule,
             num_kv_splits=problem.num_kv_splits,
             batch_invariant=problem.batch_invariant,

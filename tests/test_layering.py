@@ -35,7 +35,7 @@ def layer(*imports: str, third_party: tuple[str, ...] = ()) -> Layer:
 
 
 _CORE = ("contract", "paging")
-_KERNELS = ("kernels", "kernels.torch", "kernels.triton", "kernels.gluon")
+_KERNELS = ("kernels", "kernels.torch", "kernels.split_kv", "kernels.triton", "kernels.gluon")
 _API = (*_CORE, "decode", "ops", "root")
 LAYERS: dict[str, Layer] = {
     "contract": layer(),
@@ -44,8 +44,10 @@ LAYERS: dict[str, Layer] = {
     # the registry and the policy; backends are loaded by name
     "kernels": layer(*_CORE, *_KERNELS[1:]),
     "kernels.torch": layer(*_CORE),
-    "kernels.triton": layer(*_CORE, third_party=("triton",)),
-    "kernels.gluon": layer(*_CORE, third_party=("triton",)),
+    # no backend: the plan and the merge around those that cut keys by a plan on the device
+    "kernels.split_kv": layer(*_CORE, third_party=("triton",)),
+    "kernels.triton": layer(*_CORE, "kernels.split_kv", third_party=("triton",)),
+    "kernels.gluon": layer(*_CORE, "kernels.split_kv", third_party=("triton",)),
     "decode": layer(*_CORE, *_KERNELS, "ops"),
     "ops": layer(*_CORE, *_KERNELS, "decode"),
     # pagedmla/__init__.py: names only

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ def our_contenders(
         shapes: at least one.
         page_size: tokens a page.
         dtype: of queries and cache.
-        backends: names; empty: the best that takes the first shape.
+        backends: names; empty: those that are the best for some shape.
         schedules: ``split``, ``persistent`` or ``auto``; empty: the first two.
 
     Raises:
@@ -47,7 +47,7 @@ def our_contenders(
     for backend in backends:
         check_backend_name(backend)
     target = Target.detect(device)
-    names = list(dict.fromkeys(backends)) or [choose_backend(problem_of(shapes[0], page_size, dtype), target)]
+    names = list(dict.fromkeys(backends or _best(shapes, page_size, dtype, target)))
     found: list[OurDecode] = []
     refused: dict[str, tuple[Refusal, ...]] = {}
     for backend in names:
@@ -63,6 +63,24 @@ def our_contenders(
     if not found:
         raise Unsupported.from_refusals(reason for reasons in refused.values() for reason in reasons)
     return tuple(found), {name: "; ".join(map(str, reasons)) for name, reasons in refused.items()}
+
+
+def _best(shapes: Sequence[DecodeShape], page_size: int, dtype: torch.dtype, target: Target) -> Iterator[str]:
+    """The backend that is chosen for each shape that any takes.
+
+    Raises:
+        Unsupported: all are refused on every shape.
+    """
+    refused: Unsupported | None = None
+    taken = False
+    for shape in shapes:
+        try:
+            yield choose_backend(problem_of(shape, page_size, dtype), target)
+            taken = True
+        except Unsupported as error:
+            refused = refused or error
+    if refused is not None and not taken:
+        raise refused
 
 
 def load_peers(names: Sequence[str], folder: Path | None) -> tuple[tuple[Peer, ...], dict[str, str]]:

@@ -17,11 +17,12 @@ def figures(report: dict[str, Any]) -> Iterator[str]:
     """The lines of the page's table, and what the kernels outside it need at most."""
     yield "| architecture | limit, bytes | shared, bytes | registers | variants that spill | spilled, bytes | common path |"
     yield "|---|---|---|---|---|---|---|"
-    others = []
+    others: list[dict[str, Any]] = []
+    gluon: list[dict[str, Any]] = []
     for arch, target in report["targets"].items():
         for kernel in target["kernels"]:
             if kernel["kernel"] != "decode":
-                others.append(kernel)
+                (gluon if kernel["kernel"] == "many_heads" else others).append(kernel)
                 continue
             yield (
                 f"| `{arch}` | {target['limit_shared_bytes']:,} | {kernel['largest_shared_bytes']:,}"
@@ -33,6 +34,11 @@ def figures(report: dict[str, Any]) -> Iterator[str]:
     spilled = max(kernel["most_spilled_bytes"] for kernel in others)
     words = f"{spilled} bytes a thread" if spilled else "nothing"
     yield f"The other kernels need {shared:,} bytes of shared memory at most, and spill {words}."
+    for kernel in gluon:
+        yield (
+            f"The Gluon kernel, for `sm_90` alone, needs {kernel['largest_shared_bytes']:,} bytes of shared memory and"
+            f" {kernel['most_registers']} registers, and spills {kernel['most_spilled_bytes']} bytes a thread."
+        )
 
 
 def _spilled_on_the_common_path(target: dict[str, Any]) -> int:

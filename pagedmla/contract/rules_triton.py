@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from pagedmla.contract.problem import DecodeProblem
-from pagedmla.contract.rules import Answer, Rule, invariant_splits
+from pagedmla.contract.rules import Answer, Rule, equal_shares, invariant_splits, most_splits
 from pagedmla.contract.target import Target
 
 
@@ -83,27 +83,6 @@ def padded(columns: int) -> int:
     return max(16, 1 << (columns - 1).bit_length())
 
 
-def _schedule(problem: DecodeProblem, target: Target) -> Answer | None:
-    if problem.schedule != "persistent":
-        return None
-    if problem.num_kv_splits is not None:
-        wanted = "None or 'split' together with num_kv_splits: equal shares are no count"
-        return "schedule", "schedule", wanted, "'persistent'"
-    if problem.batch_invariant:
-        wanted = "None or 'split' together with batch_invariant: equal shares depend on the whole batch"
-        return "schedule", "schedule", wanted, "'persistent'"
-    return None
-
-
-_MOST_SPLITS = 65535
-
-
-def _splits(problem: DecodeProblem, target: Target) -> Answer | None:
-    if problem.num_kv_splits is None or problem.num_kv_splits <= _MOST_SPLITS:
-        return None
-    return "num_kv_splits", "num_kv_splits", f"at most {_MOST_SPLITS}", str(problem.num_kv_splits)
-
-
 @lru_cache(maxsize=1)
 def _has_triton() -> bool:
     return find_spec("triton") is not None
@@ -115,7 +94,7 @@ RULES: tuple[Rule, ...] = (
     _dtypes,
     _head_dims,
     _shared_memory,
-    _schedule,
-    _splits,
+    equal_shares,
+    most_splits,
     invariant_splits,
 )

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from pagedmla.contract import rules_torch, rules_triton
+from pagedmla.contract import rules_gluon, rules_torch, rules_triton
 from pagedmla.contract.errors import InvalidArgument, Unsupported
 from pagedmla.contract.kv_layout import KV_LAYOUTS
 from pagedmla.contract.problem import DecodeProblem
@@ -56,7 +56,7 @@ class BackendSupport:
         name: the word that ``backend=`` takes.
         summary: one line for people.
         rules: all are asked; every one that answers is a refusal.
-        named_only_on: vendors where it runs when it is named, and is never chosen.
+        named_only_on: vendors where it is never chosen, only taken or refused when it is named.
         weights: the dtype that it rounds softmax weights to before they meet the values, ``"float32"`` or ``"kv_cache"``:
             the cache's.  It is part of the error bound.
     """
@@ -73,6 +73,14 @@ class BackendSupport:
 
 
 BACKENDS: dict[str, BackendSupport] = {
+    "gluon": BackendSupport(
+        "gluon",
+        "NVIDIA Hopper's own matrix and copy instructions, for more than 16 rows a sequence",
+        rules_gluon.RULES,
+        # whoever asks there for the best backend need not read of Hopper in the refusals
+        named_only_on=("cpu", "amd"),
+        weights="kv_cache",
+    ),
     "triton": BackendSupport(
         "triton",
         "one Triton source for every GPU that Triton reaches",
@@ -114,16 +122,25 @@ def refusals(problem: DecodeProblem, target: Target, backend: str) -> tuple[Refu
 
 
 @lru_cache(maxsize=4096)
-def choose_backend(problem: DecodeProblem, target: Target, backend: str | None = None) -> str:
+def choose_backend(
+    problem: DecodeProblem,
+    target: Target,
+    backend: str | None = None,
+    passed_over: tuple[Refusal, ...] = (),
+) -> str:
     """The backend that runs ``problem``: ``backend`` itself when named, else the best that takes it.
+
+    ``passed_over``: refusals of backends that take the problem, but not the tensors of a call; they are not chosen.
 
     Raises:
         InvalidArgument: no backend has this name.
         Unsupported: it is refused, with every reason.
     """
     check_backend_name(backend)
-    reasons: list[Refusal] = []
-    for name in [backend] if backend is not None else backends_to_choose_from(target):
+    reasons: list[Refusal] = list(passed_over)
+    names = [backend] if backend is not None else backends_to_choose_from(target)
+    refused = {refusal.backend for refusal in passed_over}
+    for name in (name for name in names if name not in refused):
         found = refusals(problem, target, name)
         if not found:
             return name
@@ -147,7 +164,7 @@ class Axis:
 
 
 _HEADS = (1, 2, 4, 5, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128)
-_PAGES = (1, 2, 3, 16, 32, 64, 128, 256, 480)
+_PAGES = (1, 2, 3, 16, 32, 64, 128, 192, 256, 480)
 _DIMS = ((512, 64), (256, 64), (256, 32), (128, 32), (512, 0))
 _QUERY_LENGTHS = (1, 2, 3, 4, 8, 16)
 
@@ -214,6 +231,11 @@ def sample_problems(softmax_scale: float = 0.07) -> Iterator[DecodeProblem]:
         for sample in axis.samples:
             for mode in modes:
                 yield from _unseen(seen, base | mode | sample)
+            # rows of a sequence are heads times query tokens: few heads with many tokens, and each schedule with many heads
+            if axis.field == "num_heads":
+                yield from _unseen(seen, base | {"max_q_len": 16} | sample)
+            if axis.field == "schedule":
+                yield from _unseen(seen, base | {"num_heads": 128, "max_q_len": 2} | sample)
             if axis.field in ("num_heads", "page_size", "kv_lora_rank, qk_rope_head_dim"):
                 for pair in pairs:
                     yield from _unseen(seen, base | sample | pair)

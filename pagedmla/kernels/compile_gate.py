@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any
 
 from pagedmla.contract.target import Target
 
 KERNEL_NAMES = (
     "decode",
+    "many_heads",
     "merge_partials",
     "plan_persistent",
     "plan_split",
@@ -27,7 +29,12 @@ KERNEL_NAMES = (
     "compact",
     "merge_states",
 )
-"""All that the Triton backend launches; the keys of ``kernels.triton.offline.KERNELS``."""
+"""All that the backends of BACKENDS launch; the keys of their ``offline.KERNELS``.  ``many_heads`` is the Gluon backend's."""
+
+BACKENDS = ("triton", "gluon")
+"""Backends with modules ``variants`` and ``offline``; a target that one of them does not take asks it for no variant."""
+
+_SLOWEST = ("many_heads", "decode")
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,8 @@ class Compiled:
     Attributes:
         kernel: its name.
         variant: all that tells it apart, in words.
-        shared_bytes, registers, spilled_bytes, tensor_memory_columns: see ``kernels.triton.resources.Resources``; 0 where it
-            did not compile.
+        shared_bytes, registers, spilled_bytes, tensor_memory_columns: see ``kernels.split_kv.resources.Resources``; 0
+            where it did not compile.
         failure: why it does not run on the target; empty where it fits.
     """
 
@@ -166,7 +173,7 @@ def run_gate(
             if job.kernel in wanted
         ]
         # the decode kernels first: they take longest, and none should be left to run alone at the end
-        jobs.sort(key=lambda job: job[1].kernel != "decode")
+        jobs.sort(key=lambda job: (*_SLOWEST, job[1].kernel).index(job[1].kernel))
         futures = {pool.submit(_compile, target, job): (target, job) for target, job in jobs}
         results: dict[Target, list[Compiled]] = {target: [] for target in targets}
         for future in as_completed(futures):
@@ -200,25 +207,27 @@ def _end_with_parent() -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """A variant: its kernel, its name, and itself, pickled: only the processes with Triton unpack it."""
+    """A variant: its backend, its kernel, its name, and itself, pickled: only the processes with Triton unpack it."""
 
+    backend: str
     kernel: str
     variant: str
     pickled: bytes
 
 
 def _jobs(target: Target, whole: bool) -> list[_Job]:
-    from pagedmla.kernels.triton.variants import all_variants, representative_variants
-
-    chosen = all_variants(target) if whole else representative_variants(target)
-    return [_Job(variant.kernel, str(variant), pickle.dumps(variant)) for variant in chosen]
+    found = []
+    for backend in BACKENDS:
+        module = import_module(f"pagedmla.kernels.{backend}.variants")
+        chosen = module.all_variants(target) if whole else module.representative_variants(target)
+        found += [_Job(backend, variant.kernel, str(variant), pickle.dumps(variant)) for variant in chosen]
+    return found
 
 
 def _compile(target: Target, job: _Job) -> Compiled:
-    from pagedmla.kernels.triton.offline import compile_variant, over_limit
-
+    offline = import_module(f"pagedmla.kernels.{job.backend}.offline")
     try:
-        needed, _ = compile_variant(pickle.loads(job.pickled), target)
+        needed, _ = offline.compile_variant(pickle.loads(job.pickled), target)
     except Exception as error:  # noqa: BLE001  the gate reports whatever the compiler says, and goes on
         return Compiled(job.kernel, job.variant, failure=_one_line(error))
     return Compiled(
@@ -228,7 +237,7 @@ def _compile(target: Target, job: _Job) -> Compiled:
         needed.registers,
         needed.spilled_bytes,
         needed.tensor_memory_columns,
-        over_limit(needed, target),
+        offline.over_limit(needed, target),
     )
 
 

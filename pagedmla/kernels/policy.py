@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from pagedmla.contract.problem import DecodeProblem
 from pagedmla.contract.rules_triton import padded
@@ -91,6 +92,22 @@ def split_count(num_units: int, longest: int, parallel_units: int, smallest_spli
     if num_units < 1 or num_units >= parallel_units:
         return 1
     return max(1, min(-(-parallel_units // num_units), longest // smallest_split))
+
+
+class TileConfig(Protocol):
+    """What the work plan and its workspace (``kernels.split_kv``) ask of a kernel's config; see ``TritonDecodeConfig``."""
+
+    def __hash__(self) -> int: ...
+    @property
+    def block_m(self) -> int: ...
+    @property
+    def block_n(self) -> int: ...
+    @property
+    def programs_per_compute_unit(self) -> int: ...
+    @property
+    def overlapped_launches(self) -> bool: ...
+    @property
+    def invariant_split(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -199,6 +216,35 @@ TRITON_DECODE_CONFIGS: dict[str, tuple[tuple[int, TritonDecodeConfig], ...]] = {
 TRITON_SCATTERED_CONFIGS: dict[str, tuple[tuple[int, TritonDecodeConfig], ...]] = {
     "sm_90": ((16, TritonDecodeConfig(16, 32, False, 4, 3, 2, True)),),
 }
+
+
+@dataclass(frozen=True)
+class GluonDecodeConfig:
+    """Tile sizes and warps of the Gluon decode kernel.
+
+    Attributes:
+        block_m: rows (query token, head) of a row tile: the least that the warpgroup instruction takes.
+        block_n: tokens of a KV tile, which is a pair of blocks of half as many.
+        num_warps: warps of each of the two warpgroups that compute.
+        compute_registers, loader_registers: that a thread of the second warpgroup, and of the warp that loads, may use.
+        programs_per_compute_unit, overlapped_launches, invariant_split: see ``TritonDecodeConfig``.
+    """
+
+    block_m: int = 64
+    block_n: int = 128
+    num_warps: int = 4
+    compute_registers: int = 216
+    loader_registers: int = 40
+    programs_per_compute_unit: int = 1
+    overlapped_launches: bool = False
+    invariant_split: int = 2048
+
+
+# Measured on one H200.  64 rows of 512 + 64 numbers take 72 KiB of shared memory, two blocks of 64 tokens 144 KiB: 226 of 227
+# KiB in all, so there is one program a multiprocessor and no third block.  Each warpgroup has the 64 x 256 accumulators of one
+# half of the values, 128 registers of the 216 that are left when the loading warp keeps 40.
+GLUON_DECODE_CONFIG = GluonDecodeConfig()
+
 
 # architectures that run with another one's row: the same matrix instructions, and at least its shared memory
 _SAME_FAMILY = {

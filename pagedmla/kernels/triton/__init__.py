@@ -1,15 +1,11 @@
 """The Triton backend: one source for every GPU that Triton reaches.
 
-schedule.py      the work plan: which program attends to what, made on the device
 pages.py         the only code that reads the cache
 attend.py        one row tile against KV tiles: the online softmax
 decode.py        the decode kernel: a share of the plan, segment by segment
-merge.py         unites their partial states
-grid.py          how many programs and partial states
-workspace.py     where the partial states lie
-launch.py        puts them together
+launch.py        puts it between the plan and the merge of ``split_kv``
 merge_states.py, append.py, csr.py   the kernels around decode; paging_kernels.py, where paging finds them
-variants.py, offline.py, resources.py   what there is to compile, for GPUs that are not here, and what it needs
+variants.py, offline.py   what there is to compile, for GPUs that are not here
 """
 
 from pagedmla.kernels.triton.launch import decode, workspace_size

@@ -20,8 +20,6 @@ import triton.language as tl
 from pagedmla.kernels.triton.pages import load_columns, tile_pages
 
 NEG_INF = tl.constexpr(float("-inf"))
-# turns a log-sum-exp in base 2 into a natural one
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit

@@ -1,9 +1,7 @@
 """The decode kernel: each program works through its share of the plan, a segment at a time.
 
-A segment is one row tile against a range of its sequence's KV tiles (schedule.py).  A row tile that is one piece is written at
-once; the pieces of a cut one are partial states, which ``merge_partials_kernel`` unites:
-
-    partial_out f32 [slots, BLOCK_M, BLOCK_D]   normalised; partial_lse f32 [slots, BLOCK_M], base 2
+A segment is one row tile against a range of its sequence's KV tiles (split_kv/schedule.py).  A row tile that is one piece is
+written at once; the pieces of a cut one are partial states (split_kv/workspace.py), which ``merge_partials_kernel`` unites.
 
 Nothing here waits for another program.
 """
@@ -14,8 +12,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagedmla.kernels.triton.attend import LN2, attend, attend_causal_end
-from pagedmla.kernels.triton.schedule import SEGMENT_FIELDS, kv_length
+from pagedmla.kernels.split_kv.merge import LN2
+from pagedmla.kernels.split_kv.schedule import SEGMENT_FIELDS, kv_length
+from pagedmla.kernels.triton.attend import attend, attend_causal_end
 
 # arguments that vary from step to step: a compilation for each kind of value would be one too many
 STEP_ARGUMENTS = (

@@ -1,65 +1,32 @@
-"""Which compilations the support table asks for: every kernel with every combination of compile-time arguments of a call.
-
-A compilation is told apart by its constexpr arguments, its element types, its warps and stages, and whether addresses and
-strides are multiples of 16, which decides how wide loads may be.
-"""
+"""Which compilations the support table asks for: every kernel with every combination of compile-time arguments of a call."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
-
-import torch
 
 from pagedmla.contract.problem import DecodeProblem
 from pagedmla.contract.rules_triton import padded
 from pagedmla.contract.support import AXES, refusals
 from pagedmla.contract.target import Target
-from pagedmla.kernels.policy import TritonDecodeConfig, triton_decode_configs, triton_merge_config
-from pagedmla.kernels.triton.launch import (
-    PLAN_WARPS,
-    decode_constants,
-    merge_constants,
-    overlapped_launch,
-    plan_constants,
+from pagedmla.kernels.policy import TritonDecodeConfig, triton_decode_configs
+from pagedmla.kernels.split_kv.launch import overlapped_launch
+from pagedmla.kernels.split_kv.variants import (
+    TRITON_DTYPES,
+    Variant,
+    divisor,
+    make_variant,
+    merge_variants,
+    pairwise,
+    plan_variants,
 )
+from pagedmla.kernels.triton.launch import decode_constants
 
-TRITON_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_PLAN_POINTERS = dict.fromkeys(("segments", "shares", "row_pieces", "seq_lens", "cu_seqlens_q"), "i32")
-_MERGE_POINTERS = {"partial_out": "fp32", "partial_lse": "fp32", "row_pieces": "i32", "lse": "fp32"}
 _DECODE_POINTERS = {
     **dict.fromkeys(("shares", "segments", "block_table", "seq_lens", "cu_seqlens_q"), "i32"),
     **dict.fromkeys(("lse", "partial_out", "partial_lse"), "fp32"),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """One compilation.
-
-    Attributes:
-        kernel: its name in ``offline.KERNELS``.
-        constants: constexpr arguments.
-        pointers: element type of each pointer argument, in Triton's words.
-        options: of the launch: num_warps, num_stages, ...; the rest is the compiler's default, as in a launch.
-        aligned: pointers and strides are multiples of 16 (bytes, numbers), as in packed tensors of the usual sizes.
-        factors: what the combinations are made of; ``pairwise`` covers pairs of these.
-    """
-
-    kernel: str
-    constants: tuple[tuple[str, Any], ...]
-    pointers: tuple[tuple[str, str], ...]
-    options: tuple[tuple[str, int], ...]
-    aligned: bool
-    factors: tuple[Hashable, ...] = dataclasses.field(compare=False)
-
-    def __str__(self) -> str:
-        constants = " ".join(f"{name}={value}" for name, value in (*self.constants, *self.options))
-        types = "/".join(sorted({kind for _, kind in self.pointers}))
-        unaligned = "" if self.aligned else " unaligned"
-        return f"{self.kernel} {constants} {types}{unaligned}"
 
 
 def all_variants(target: Target) -> tuple[Variant, ...]:
@@ -109,60 +76,17 @@ def _distinct(target: Target, problems: Iterable[DecodeProblem]) -> tuple[Varian
     return tuple(found)
 
 
-def pairwise(whole: Iterable[Variant]) -> tuple[Variant, ...]:
-    """Few of ``whole`` that hold, for each kernel, every pair of factor values that some variant of it holds.
-
-    So each tile size meets each head dimension, each way to read pages, each mask, dtype, stride and alignment.
-    """
-    alike = {(variant.kernel, variant.factors): variant for variant in whole}
-    chosen: list[Variant] = []
-    for kernel in dict.fromkeys(kernel for kernel, _ in alike):
-        left = [(variant, _pairs(variant)) for variant in alike.values() if variant.kernel == kernel]
-        missing = set().union(*(pairs for _, pairs in left))
-        while missing:
-            best, covered = max(left, key=lambda item: len(item[1] & missing))
-            chosen.append(best)
-            missing -= covered
-    return tuple(chosen)
-
-
-def _pairs(variant: Variant) -> set[tuple[tuple[int, Hashable], ...]]:
-    # a single factor is a pair with itself
-    return set(itertools.combinations_with_replacement(enumerate(variant.factors), 2))
-
-
 def page_path(page_size: int, block_n: int) -> str:
     """How a KV tile of ``block_n`` tokens is read from pages: the code differs between these, and not within one."""
     return "tile in a page" if page_size % block_n == 0 else f"page a token, {divisor(page_size)}"
 
 
-def divisor(number: int) -> str:
-    """How a division by a constant is compiled: not at all, as a shift, or as a multiplication and more."""
-    if number == 1:
-        return "one"
-    return "power of two" if number & (number - 1) == 0 else "other"
-
-
 def variants(problem: DecodeProblem, target: Target) -> Iterator[Variant]:
     """Every kernel that a decode of ``problem`` on ``target`` may launch, with everything that makes another compilation."""
     for config in triton_decode_configs(problem, target):
-        yield from _plan_variants(config)
+        yield from plan_variants(config)
         yield from _decode_variants(problem, config)
-        yield from _merge_variants(problem, config, target)
-
-
-def _plan_variants(config: TritonDecodeConfig) -> Iterator[Variant]:
-    for kernel, ragged, aligned in itertools.product(
-        ("plan_persistent", "plan_split"), (False, True), (True, False)
-    ):
-        yield _variant(
-            kernel,
-            plan_constants(config, ragged),
-            _PLAN_POINTERS,
-            {"num_warps": PLAN_WARPS},
-            aligned,
-            (ragged, config),
-        )
+        yield from merge_variants(problem, config, target)
 
 
 def _decode_variants(problem: DecodeProblem, config: TritonDecodeConfig) -> Iterator[Variant]:
@@ -175,7 +99,7 @@ def _decode_variants(problem: DecodeProblem, config: TritonDecodeConfig) -> Iter
         if packed:
             # a launch makes a constant of a stride of 1, which the block table's columns have unless somebody slices them
             constants |= {"block_table_column_stride": 1}
-        yield _variant(
+        yield make_variant(
             "decode",
             constants,
             _DECODE_POINTERS | dict.fromkeys(("q_nope", "q_pe", "kv_cache", "out"), dtype),
@@ -197,21 +121,6 @@ def _decode_variants(problem: DecodeProblem, config: TritonDecodeConfig) -> Iter
         )
 
 
-def _merge_variants(problem: DecodeProblem, config: TritonDecodeConfig, target: Target) -> Iterator[Variant]:
-    dtype = TRITON_DTYPES[problem.q_dtype]
-    # the policy looks at the number of rows on a scale of powers of two
-    merges = dict.fromkeys(triton_merge_config(problem, target, 1 << power) for power in range(22))
-    for merge, persistent, aligned in itertools.product(merges, (False, True), (True, False)):
-        yield _variant(
-            "merge_partials",
-            merge_constants(problem, config, merge, persistent),
-            _MERGE_POINTERS | {"out": dtype},
-            {"num_warps": merge.num_warps, **overlapped_launch(config)},
-            aligned,
-            (merge, persistent, config.block_m, problem.kv_lora_rank, dtype),
-        )
-
-
 def _variants_around() -> Iterator[Variant]:
     """The kernels around decode: append, block table to CSR, merge_states."""
     dims = [
@@ -225,16 +134,16 @@ def _variants_around() -> Iterator[Variant]:
         inner = {"latent_stride": 1, "k_pe_stride": 1} if aligned else {}
         constants = {"BLOCK_LATENT": min(512, padded(rank)), "BLOCK_ROPE": min(512, padded(rope)), **inner}
         pointers = {"kv_cache": target, "latent": source, "k_pe": source, "slot_mapping": slots}
-        yield _variant(
+        yield make_variant(
             "append", constants, pointers, {"num_warps": 2}, aligned, (rank, rope, source, target, slots)
         )
     for writes, aligned in itertools.product((True, False), (True, False)):
         pointers = dict.fromkeys(("seq_lens", "kv_indptr", "kv_last_page_len"), "i32")
         constants = {"WRITE_LAST_PAGE_LEN": writes, "BLOCK": 1024}
-        yield _variant("index_pages", constants, pointers, {}, aligned, (writes,))
+        yield make_variant("index_pages", constants, pointers, {}, aligned, (writes,))
     for aligned in (True, False):
         pointers = dict.fromkeys(("block_table", "kv_indptr", "kv_indices"), "i32")
-        yield _variant("compact", {"BLOCK": 1024}, pointers, {}, aligned, ())
+        yield make_variant("compact", {"BLOCK": 1024}, pointers, {}, aligned, ())
     for (rank, _), dtype, aligned in itertools.product(dims, dtypes, (True, False)):
         inner = {"out_stride": 1, "others_out_stride": 1} if aligned else {}
         pointers = {
@@ -242,25 +151,7 @@ def _variants_around() -> Iterator[Variant]:
             **dict.fromkeys(("first_lse", "others_lse", "lse"), "fp32"),
         }
         constants = {"BLOCK": min(512, padded(rank)), **inner}
-        yield _variant("merge_states", constants, pointers, {"num_warps": 2}, aligned, (rank, dtype))
-
-
-def _variant(
-    kernel: str,
-    constants: Mapping[str, Any],
-    pointers: Mapping[str, str],
-    options: Mapping[str, int],
-    aligned: bool,
-    factors: tuple[Hashable, ...],
-) -> Variant:
-    return Variant(
-        kernel,
-        tuple(constants.items()),
-        tuple(pointers.items()),
-        tuple(options.items()),
-        aligned,
-        (*factors, aligned),
-    )
+        yield make_variant("merge_states", constants, pointers, {"num_warps": 2}, aligned, (rank, dtype))
 
 
 def _dims(sample: Mapping[str, object]) -> tuple[int, int]:

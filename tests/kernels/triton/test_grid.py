@@ -14,7 +14,7 @@ import pagedmla
 from pagedmla import BatchBounds, DecodeProblem, Target
 from pagedmla.contract.memory import _overlaps_itself
 from pagedmla.kernels.policy import triton_decode_config
-from pagedmla.kernels.triton.grid import MOST_LANES, decode_grid, lane_count
+from pagedmla.kernels.split_kv.grid import MOST_LANES, decode_grid, lane_count
 
 CARD = Target("nvidia", "sm_90", 132, 232448)
 

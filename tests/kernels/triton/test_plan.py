@@ -16,9 +16,9 @@ from triton_backend import DEVICE, few
 from pagedmla.contract.problem import DecodeProblem
 from pagedmla.contract.target import Target
 from pagedmla.kernels.policy import TritonDecodeConfig
-from pagedmla.kernels.triton.grid import DecodeGrid, decode_grid, most_units
-from pagedmla.kernels.triton.launch import PLAN_WARPS, plan_constants
-from pagedmla.kernels.triton.schedule import plan_persistent_kernel, plan_split_kernel
+from pagedmla.kernels.split_kv.grid import DecodeGrid, decode_grid, most_units
+from pagedmla.kernels.split_kv.launch import PLAN_WARPS, plan_constants
+from pagedmla.kernels.split_kv.schedule import plan_persistent_kernel, plan_split_kernel
 from pagedmla.paging.plan_cover import check_cover
 from pagedmla.paging.work_plan import (
     Segment,

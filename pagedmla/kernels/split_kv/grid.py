@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from pagedmla.contract.problem import DecodeProblem
 from pagedmla.contract.target import Target
-from pagedmla.kernels.policy import TritonDecodeConfig
+from pagedmla.kernels.policy import TileConfig
 
 MOST_LANES = 8
 """Row tiles of one sequence that are worked on side by side, at most."""
@@ -50,7 +50,7 @@ def most_units(num_tokens: int, num_seqs: int, num_heads: int, block_m: int, eve
 def decode_grid(
     problem: DecodeProblem,
     target: Target,
-    config: TritonDecodeConfig,
+    config: TileConfig,
     units: int,
     num_seqs: int,
     capacity: int,
@@ -111,7 +111,7 @@ def lane_count(num_heads: int, block_m: int, rows: int) -> int:
 def largest_grid(
     problem: DecodeProblem,
     target: Target,
-    config: TritonDecodeConfig,
+    config: TileConfig,
     units: int,
     num_seqs: int,
     capacity: int,

@@ -1,4 +1,9 @@
-"""What a decode keeps in memory: the work plan, and the partial states of row tiles that are cut."""
+"""What a decode keeps in memory: the work plan, and the partial states of row tiles that are cut.
+
+The plan's parts are laid out in schedule.py.  Of a slot's state, which a decode kernel writes and merge.py reads:
+
+    partial_out f32 [slots, BLOCK_M, BLOCK_D]   normalised; partial_lse f32 [slots, BLOCK_M], base 2; without keys -inf
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ _SEGMENT_BYTES = 8 * 4  # the fields of schedule.py, i32
 
 
 class Workspace(NamedTuple):
-    """Parts of a workspace; their layout is in schedule.py and decode.py."""
+    """Parts of a workspace."""
 
     shares: torch.Tensor
     segments: torch.Tensor

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from pagedmla.kernels.triton.attend import LN2
+# turns a log-sum-exp in base 2 into a natural one
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -48,8 +49,8 @@ def merge_partials_kernel(
     IN_ORDER: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Grid (num_rows / BLOCK_ROWS, BLOCK_D / BLOCK_COLUMNS); num_rows = num_tokens * num_heads.  schedule.py and decode.py
-    have the layout of what is read.
+    """Grid (num_rows / BLOCK_ROWS, BLOCK_D / BLOCK_COLUMNS); num_rows = num_tokens * num_heads.  schedule.py and
+    workspace.py have the layout of what is read.
 
     num_places: slots * BLOCK_M, past which nothing is read whatever the plan says.  OVERLAPPED: the launch did not wait for
     the decode kernel.

@@ -1,0 +1,156 @@
+"""The given tensors as matrices that the copy engine (TMA) takes: rows of numbers that lie at even distances.
+
+It wants an address and a distance between rows that are multiples of 16 bytes, and counts rows in i32 (CUDA driver API,
+cuTensorMapEncodeTiled).  A query that is otherwise is copied; a cache that is otherwise is refused.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from pagedmla.contract.arguments import DecodeArguments
+from pagedmla.contract.support import Refusal
+from pagedmla.kernels.gluon.layouts import TILE
+
+BLOCK_ROWS = 64
+"""Rows of what is copied at once, of queries and of keys."""
+
+_ALIGNMENT = 16
+_MOST_ROWS = 2**31 - 1
+_MOST_STRIDE = 2**40
+
+
+class Rows(NamedTuple):
+    """A matrix [num_rows, width] in memory of a tensor.
+
+    Attributes:
+        base: the tensor whose first number is the matrix's.
+        num_rows, width: rows, and numbers of a row.
+        stride: numbers from one row to the next.
+    """
+
+    base: Tensor
+    num_rows: int
+    width: int
+    stride: int
+
+    def descriptor(self, columns: int) -> TensorDescriptor:
+        """For copies of [BLOCK_ROWS, columns]."""
+        shape, strides = [self.num_rows, self.width], [self.stride, 1]
+        return TensorDescriptor(self.base, shape, strides, [BLOCK_ROWS, columns], TILE)
+
+
+class QueryRows(NamedTuple):
+    """The query rows, (token, head) after (token, head).
+
+    Attributes:
+        latent: [num_tokens * num_heads, at least 512].
+        rope: the matrix with the rotated part, which may be the same one.
+        rope_column: where it begins in a row.
+    """
+
+    latent: Rows
+    rope: Rows
+    rope_column: int
+
+
+def query_bytes(num_tokens: int, num_heads: int, head_dim_qk: int) -> int:
+    """Bytes that packed copies of the queries take, whatever the address of the memory for them."""
+    return 2 * num_tokens * num_heads * head_dim_qk + _ALIGNMENT
+
+
+def query_rows(args: DecodeArguments, room: Tensor | None) -> QueryRows:
+    """The queries as rows: where they lie, or packed copies in ``room``.
+
+    Args:
+        args: checked.
+        room: uint8 [at least ``query_bytes``], written only where a copy is needed; None: torch's allocator gives memory then.
+    """
+    latent, room = _rows(args.q, room)
+    if args.q_pe is None:
+        return QueryRows(latent, latent, args.kv_lora_rank)
+    return QueryRows(latent, _rows(args.q_pe, room)[0], 0)
+
+
+def is_in_place(args: DecodeArguments) -> bool:
+    """Whether the queries need no copy."""
+    return all(part is None or _rows_in_place(part) is not None for part in (args.q, args.q_pe))
+
+
+def _rows(part: Tensor, room: Tensor | None) -> tuple[Rows, Tensor | None]:
+    """The rows of ``part``, and what is left of ``room``."""
+    found = _rows_in_place(part)
+    if found is not None:
+        return found, room
+    num_tokens, num_heads, width = part.shape
+    if room is None:
+        copy = part.clone(memory_format=torch.contiguous_format)
+    else:
+        room = room[-room.data_ptr() % _ALIGNMENT :]
+        size = part.numel() * part.element_size()
+        copy = room[:size].view(part.dtype).view(part.shape).copy_(part)
+        room = room[size:]
+    return Rows(copy, num_tokens * num_heads, width, width), room
+
+
+def _rows_in_place(part: Tensor) -> Rows | None:
+    """[num_tokens, num_heads, width] as [num_tokens * num_heads, width], or None where its rows lie otherwise."""
+    num_tokens, num_heads, width = part.shape
+    token_stride, head_stride = part.stride()[:2]
+    if num_heads == 1:
+        stride = token_stride
+    elif num_tokens == 1 or token_stride == num_heads * head_stride:
+        stride = head_stride
+    else:
+        return None
+    if num_tokens * num_heads == 1:
+        # the only row has no next one
+        stride = width
+    if stride < width or _misfit(part, stride):
+        return None
+    return Rows(part, num_tokens * num_heads, width, stride)
+
+
+def _misfit(tensor: Tensor, stride: int) -> str:
+    """What of the address or of the distance between rows, in numbers, the copy engine does not take; empty where both fit."""
+    num_bytes = stride * tensor.element_size()
+    if tensor.data_ptr() % _ALIGNMENT:
+        return f"address {hex(tensor.data_ptr())}"
+    if num_bytes % _ALIGNMENT or num_bytes >= _MOST_STRIDE:
+        return f"{num_bytes} bytes from one row to the next"
+    return ""
+
+
+def cache_rows(kv_cache: Tensor) -> tuple[Rows, int]:
+    """A cache that ``refuses_tensors`` takes: (its tokens as rows, rows from one page to the next).
+
+    Pages may lie apart, as one layer's do in a pool of many: what lies between them are rows that nobody asks for.
+    """
+    num_pages, page_size, width = kv_cache.shape
+    page_stride, token_stride = kv_cache.stride()[:2]
+    rows_per_page = page_stride // token_stride if num_pages > 1 else 0
+    return Rows(kv_cache, (num_pages - 1) * rows_per_page + page_size, width, token_stride), rows_per_page
+
+
+def refuses_tensors(args: DecodeArguments) -> Refusal | None:
+    """Why the kernel cannot read this call's cache though the problem is its own, or None.  Looks at strides and addresses."""
+    num_pages, _, width = args.kv_cache.shape
+    if num_pages == 0:
+        return None
+    page_stride, token_stride = args.kv_cache.stride()[:2]
+    misfit = _misfit(args.kv_cache, token_stride)
+    if misfit:
+        wanted = f"an address and a distance between tokens that are multiples of {_ALIGNMENT} bytes"
+        return Refusal("gluon", "alignment", "kv_cache", wanted, misfit)
+    if token_stride < width or (num_pages > 1 and page_stride % token_stride):
+        wanted = f"tokens at least {width} numbers apart, and pages a whole number of tokens apart"
+        return Refusal("gluon", "strides", "kv_cache", wanted, f"strides {tuple(args.kv_cache.stride())}")
+    num_rows = cache_rows(args.kv_cache)[0].num_rows
+    if num_rows > _MOST_ROWS:
+        wanted = f"at most {_MOST_ROWS} tokens from the first to the last, those of other layers between them included"
+        return Refusal("gluon", "num_rows", "kv_cache", wanted, str(num_rows))
+    return None
