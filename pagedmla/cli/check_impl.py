@@ -255,6 +255,8 @@ def _print_matrix(console: Console, report: Report) -> None:
         f"{report.impl} ({report.version or 'of an unknown version'}) on {report.device}, seed {report.seed}"
     )
     console.print(title, markup=False, soft_wrap=True)
+    for said in report.declared:
+        console.print(f"declared: {said}", markup=False, soft_wrap=True)
     table = Table()
     table.add_column("kind", no_wrap=True)
     for name in report.configurations():

@@ -55,11 +55,13 @@ class Description:
         name: of the adapter.
         version: of the software.
         configurations: of the kit's own, those that the implementation takes.
+        declared: what of its answers is not as in the contract, in words.
     """
 
     name: str
     version: str
     configurations: tuple[Configuration, ...]
+    declared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def serve(connection: Connection, setup: Setup) -> None:
         with unwritten_memory_is_nan():
             # what torch imports for it at the first time takes seconds, which are no example's
             torch.empty(1, device=device)
-        description = Description(adapter.name, adapter.version, tuple(configurations_for(adapter, device)))
+        taken, declared = tuple(configurations_for(adapter, device)), adapter.conventions.deviations()
+        description = Description(adapter.name, adapter.version, taken, declared)
     except PagedMLAError as error:
         connection.send(("unusable", error))
     except Exception as error:  # noqa: BLE001  (whatever somebody's module raises when it is imported)

@@ -136,6 +136,7 @@ class Report:
         machine: the machine, in one line; empty when nobody filled it in.
         versions: of Python and of the packages that matter; None: not installed.
         command: the words after ``python`` that examine the same again; empty when it was no command.
+        declared: what of its answers is not as in the contract, in words: it was judged by that.
     """
 
     impl: str
@@ -148,6 +149,7 @@ class Report:
     machine: str = ""
     versions: Mapping[str, str | None] = field(default_factory=dict)
     command: str = ""
+    declared: tuple[str, ...] = ()
 
     @property
     def bad(self) -> tuple[Finding, ...]:
@@ -180,6 +182,7 @@ class Report:
         """The report as JSON takes it; seconds are rounded to milliseconds."""
         whole = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "findings"}
         whole["versions"] = dict(self.versions)
+        whole["declared"] = list(self.declared)
         whole["seconds"] = _milliseconds(self.seconds)
         whole["counts"] = {status: self.count(status) for status in STATUSES}
         whole["findings"] = [
@@ -202,9 +205,9 @@ class Report:
             given = json.loads(text)
             known = {f.name for f in fields(cls)}
             findings = tuple(Finding(**finding) for finding in given["findings"])
-            return cls(
-                **{name: value for name, value in given.items() if name in known} | {"findings": findings}
-            )
+            declared = tuple(given.get("declared", ()))
+            plain = {name: value for name, value in given.items() if name in known}
+            return cls(**plain | {"findings": findings, "declared": declared})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, InvalidArgument):
                 raise

@@ -99,6 +99,7 @@ def run_kit(
     return Report(
         impl=impl if isinstance(impl, str) else described.name,
         version=described.version,
+        declared=described.declared,
         device=str(device),
         seed=seed,
         examples=examples,

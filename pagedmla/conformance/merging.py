@@ -4,9 +4,9 @@ Notation.  The keys of a row are cut into pieces.  Piece k alone has the exact r
 of exponentials.  With L = log sum_k exp(L_k) and w_k = exp(L_k - L), one pass is exactly o = sum_k w_k o_k.  A correct kernel
 returns o_k + eps_k and L_k + delta_k with
 
-    |eps_k| <= b_k ,  |delta_k| <= d_k = LSE_ABSOLUTE + (LSE_RELATIVE + lse_rounding) |L_k| ,
+    |eps_k| <= b_k ,  |delta_k| <= d_k = LSE_ABSOLUTE + (LSE_RELATIVE + lse_rounding) |L_k| + lse_slack_k ,
 
-where b_k is the piece's own bound of ``numerics``.
+where b_k is the piece's own bound of ``numerics``, and lse_slack_k its slack where weights are summed rounded (step 5 there).
 
 1. Output.  With f_k = exp(delta_k) and Z = sum_k w_k f_k the merge weighs piece k by w_k f_k / Z.  Since
    sum_k w_k (o_k - o) = 0, exactly
@@ -87,7 +87,7 @@ def merged_bound(pieces: Sequence[numerics.Expected], lse_rounding: float = 0.0)
     weights, lse = _weights(logs)
     seen = (lse != -torch.inf)[..., None]
     largest = torch.where(logs == -torch.inf, 0.0, logs.abs())
-    lse_error = numerics.LSE_ABSOLUTE + (numerics.LSE_RELATIVE + lse_rounding) * largest
+    lse_error = torch.stack([numerics.lse_tolerance(piece, lse_rounding) for piece in pieces])
     lse_bound = (weights[..., 0] * torch.exp(lse_error)).sum(0).log()
     # a row without keys has no bound of its own: what stands there is the poison that its query holds
     bounds = torch.stack([piece.bound for piece in pieces]).masked_fill(logs[..., None] == -torch.inf, 0.0)
@@ -123,7 +123,7 @@ def check_merged(
         Refused: the implementation does not take a piece, or returns no lse.
     """
     subject.require(spec, options)
-    conventions = subject.adapter.conventions_for(spec, options, subject.device)
+    conventions = subject.conventions(spec, options)
     if conventions.lse_base is None:
         raise Refused("returns no lse")
     batch = draw_batch(spec)
@@ -138,7 +138,7 @@ def check_merged(
             run_changed(subject, call.to(subject.device), options, f"{note}; piece {number} of them")
         )
         expected.append(expect_call(subject, call, options))
-    whole = subject.expected(spec, conventions.p_dtype or spec.q_dtype)
+    whole = subject.expected(spec, options)
     detail = merged_difference(merge(results), whole, merged_bound(expected, conventions.lse_rounding))
     if detail:
         raise Broken(f"{detail}: {note}, then merged", Step(spec, options, note))

@@ -41,6 +41,16 @@ Inputs were rounded to their dtype before either side saw them, so they add noth
        bound = err + u_out * (|o| + err) + subnormal_out / 2 .
 
 A row that sees no key has bound 0: it is exactly 0.  lse: 1e-5 relative + 1e-5, natural log, -inf exactly.
+
+5. lse of rounded weights.  A kernel that declares it sums weights after they were rounded to ``p_dtype``, and not before: its
+   lse is the logarithm of another sum.  A weight is exp(s_j - m), m the largest score so far; rounded to the nearest it is
+   off by at most u_p of itself, or by t_p, half the smallest subnormal.  Later rescalings by exp(m - m') <= 1 shrink both.
+   The key with the largest score of all has weight exp(0) = 1, which every dtype holds.  Against that key the exact sum is
+   Z = 1 / p_max, p_max its probability, so the rounded sum is off, relative to Z, by at most
+
+       delta = u_p (1 - p_max) + (n - 1) t_p p_max ,   and   |log(Z (1 + d)) - log Z| <= -log(1 - delta) = lse_slack
+
+   for every |d| <= delta.  u_p = 2^-8 for bfloat16, 2^-11 for float16.  A row of one key has no slack.
 """
 
 from __future__ import annotations
@@ -66,11 +76,13 @@ class Expected:
         out: [T, H, kv_lora_rank].
         lse: [T, H].
         bound: [T, H, kv_lora_rank], the most that each number of ``out`` may be off.
+        lse_slack: [T, H], what lse may be off besides its tolerance, since rounded weights are summed; None: nothing.
     """
 
     out: Tensor
     lse: Tensor
     bound: Tensor
+    lse_slack: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -111,12 +123,14 @@ def expect(
     q_scale: reference.Scale = None,
     kv_scale: reference.Scale = None,
     p_dtype: torch.dtype = torch.float32,
+    lse_of_rounded_weights: bool = False,
 ) -> Expected:
     """The oracle's result with its bound, in one pass.
 
     Args:
         out_dtype: dtype of the kernel's output.
         p_dtype: dtype that the kernel rounds softmax weights to before they meet the values.
+        lse_of_rounded_weights: whether the kernel says that it sums them for lse after that.
         the others: as for ``pagedmla.decode``.
     """
     first = q[0] if isinstance(q, tuple) else q
@@ -124,6 +138,7 @@ def expect(
     out = torch.zeros(num_tokens, num_heads, kv_lora_rank, dtype=torch.float64)
     lse = torch.full((num_tokens, num_heads), float("-inf"), dtype=torch.float64)
     bound = torch.zeros_like(out)
+    slack = torch.zeros_like(lse) if lse_of_rounded_weights else None
     parts = reference.attend(
         q,
         kv_cache,
@@ -142,7 +157,9 @@ def expect(
         bound[part.rows] = output_bound(
             part, softmax_scale=softmax_scale, out_dtype=out_dtype, p_dtype=p_dtype
         )
-    return Expected(out, lse, bound)
+        if slack is not None:
+            slack[part.rows] = lse_slack(part, p_dtype)
+    return Expected(out, lse, bound, slack)
 
 
 def output_bound(
@@ -174,7 +191,38 @@ def output_bound(
     return torch.where((part.lse != float("-inf")).unsqueeze(-1), bound, 0.0)
 
 
-def compare(out: Tensor, lse: Tensor, expected: Expected, *, lse_rounding: float = 0.0) -> Comparison:
+def lse_slack(part: reference.SequenceAttention, p_dtype: torch.dtype) -> Tensor:
+    """What the lse of one sequence's rows may be off when weights are summed rounded, f64 [n_q, H]; step 5 above."""
+    p = part.probabilities
+    if p_dtype == torch.float32 or p.shape[-1] == 0:
+        return torch.zeros(p.shape[:2], dtype=torch.float64)
+    seen = (part.scores != float("-inf")).sum(dim=-1)
+    largest = p.amax(dim=-1)
+    delta = _unit_roundoff(p_dtype) * (1 - largest) + (seen - 1) * _half_subnormal(p_dtype) * largest
+    # a row that sees nothing is exactly -inf
+    return torch.where(seen > 0, -torch.log1p(-delta), 0.0)
+
+
+def lse_tolerance(expected: Expected, lse_rounding: float = 0.0) -> Tensor:
+    """The most that each lse may be off, f64 [T, H].
+
+    Args:
+        expected: from ``expect``.
+        lse_rounding: unit roundoff of the dtype that the kernel rounds its lse to, where that is not float32.
+    """
+    size = torch.where(expected.lse == -torch.inf, 0.0, expected.lse.abs())
+    tolerance = LSE_ABSOLUTE + (LSE_RELATIVE + lse_rounding) * size
+    return tolerance if expected.lse_slack is None else tolerance + expected.lse_slack
+
+
+def compare(
+    out: Tensor,
+    lse: Tensor,
+    expected: Expected,
+    *,
+    lse_rounding: float = 0.0,
+    lse_limit: float = math.inf,
+) -> Comparison:
     """Holds a kernel's results against the oracle's.  A nan never passes; infinities must match exactly.
 
     Args:
@@ -182,6 +230,7 @@ def compare(out: Tensor, lse: Tensor, expected: Expected, *, lse_rounding: float
         lse: f32 [T, H].
         expected: from ``expect``.
         lse_rounding: unit roundoff of the dtype that the kernel rounds its lse to, where that is not float32.
+        lse_limit: the largest lse that this dtype holds: past it the infinity of its sign is right, too.
     """
     for name, got, wanted in (("out", out, expected.out), ("lse", lse, expected.lse)):
         if got.shape != wanted.shape:
@@ -191,8 +240,10 @@ def compare(out: Tensor, lse: Tensor, expected: Expected, *, lse_rounding: float
     error = (out - expected.out).abs()
     # 0 / 0 is a row without keys that is exactly 0; nan counts as infinitely far
     ratio = torch.where(error == 0, 0.0, error / expected.bound).nan_to_num(nan=math.inf, posinf=math.inf)
-    lse_error = torch.where(lse == expected.lse, 0.0, (lse - expected.lse).abs())
-    allowed = LSE_ABSOLUTE + (LSE_RELATIVE + lse_rounding) * expected.lse.abs().nan_to_num(posinf=0.0)
+    past = torch.where(expected.lse.abs() > lse_limit, math.inf * expected.lse.sign(), expected.lse)
+    same = (lse == expected.lse) | (lse == past)
+    lse_error = torch.where(same, 0.0, (lse - expected.lse).abs())
+    allowed = lse_tolerance(expected, lse_rounding)
     lse_ratio = torch.where(lse_error == 0, 0.0, lse_error / allowed).nan_to_num(
         nan=math.inf, posinf=math.inf
     )

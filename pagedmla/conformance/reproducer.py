@@ -144,7 +144,10 @@ class ShownCall:
 
 def show(adapter: Adapter, step: Step, device: torch.device) -> ShownCall:
     """``step``, with the implementation's own lines."""
-    conventions = adapter.conventions_for(step.spec, step.options, device)
+    try:
+        conventions = adapter.conventions_for(step.spec, step.options, device)
+    except Exception:  # noqa: BLE001 - of a call that it refuses, or of options that are none, it need not know any
+        conventions = adapter.conventions
     return ShownCall(step.spec, adapter.lines(step.options), conventions.lse_base, step.note)
 
 

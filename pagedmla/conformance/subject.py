@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagedmla.conformance import numerics
-from pagedmla.conformance.adapters.adapter import Adapter, Options, Prepared
+from pagedmla.conformance.adapters.adapter import Adapter, Conventions, Options, Prepared
 from pagedmla.conformance.builder import Call, build_spec
 from pagedmla.conformance.spec import BatchSpec
 from pagedmla.contract.errors import PagedMLAError
@@ -83,7 +83,7 @@ class Subject:
     def __init__(self, adapter: Adapter, device: torch.device) -> None:
         self.adapter = adapter
         self.device = device
-        self._expected: dict[tuple[BatchSpec, torch.dtype], numerics.Expected] = {}
+        self._expected: dict[tuple[BatchSpec, torch.dtype, bool], numerics.Expected] = {}
 
     def require(self, spec: BatchSpec, options: Options) -> None:
         """Ends the example when the implementation does not take ``spec``.
@@ -98,6 +98,17 @@ class Subject:
         reason = self.adapter.refuses(spec, options, self.device)
         if reason is not None:
             raise Refused(reason)
+
+    def conventions(self, spec: BatchSpec, options: Options) -> Conventions:
+        """How the implementation answers; it is asked only for what it takes.
+
+        Raises:
+            Refused: with its reason.
+        """
+        reason = self.adapter.refuses(spec, options, self.device)
+        if reason is not None:
+            raise Refused(reason)
+        return self.adapter.conventions_for(spec, options, self.device)
 
     def build(self, spec: BatchSpec) -> Call:
         """The tensors of ``spec`` on the subject's device."""
@@ -133,9 +144,10 @@ class Subject:
 
         Raises:
             Broken: a wrong shape or dtype, or rows without keys that are not what the conventions say.
+            Refused: it does not take ``spec``.
         """
         step = Step(spec, options)
-        conventions = self.adapter.conventions_for(spec, options, self.device)
+        conventions = self.conventions(spec, options)
         if conventions.lse_base is None:
             lse = None
         tokens = spec.starts[-1] + spec.rows_after
@@ -169,12 +181,18 @@ class Subject:
         Raises:
             Broken: with the worst place.
         """
-        conventions = self.adapter.conventions_for(spec, options, self.device)
-        expected = self.expected(spec, conventions.p_dtype or spec.q_dtype)
+        detail = self.difference(result, self.expected(spec, options), spec, options)
+        if detail:
+            raise Broken(detail, Step(spec, options, note))
+
+    def difference(
+        self, result: Result, expected: numerics.Expected, spec: BatchSpec, options: Options
+    ) -> str:
+        """Where ``result`` is not ``expected``, in words, by the conventions for a call of ``spec``; empty when it is."""
+        conventions = self.conventions(spec, options)
         lse = result.lse if result.lse is not None else expected.lse.float()
-        comparison = numerics.compare(result.out, lse, expected, lse_rounding=conventions.lse_rounding)
-        if not comparison.passed:
-            raise Broken(comparison.detail, Step(spec, options, note))
+        rounding, limit = conventions.lse_rounding, conventions.lse_limit
+        return numerics.compare(result.out, lse, expected, lse_rounding=rounding, lse_limit=limit).detail
 
     def checked(self, spec: BatchSpec, options: Options) -> Result:
         """Builds, runs and checks ``spec``."""
@@ -182,11 +200,16 @@ class Subject:
         self.check(result, spec, options)
         return result
 
-    def expected(self, spec: BatchSpec, p_dtype: torch.dtype) -> numerics.Expected:
-        """The oracle's answer; it does not depend on the layout, so layouts of one batch share it."""
+    def expected(self, spec: BatchSpec, options: Options) -> numerics.Expected:
+        """The oracle's answer, bound by how ``options`` lead to rounding.
+
+        It does not depend on the layout, so layouts of one batch share it.
+        """
+        conventions = self.conventions(spec, options)
         key = (
             replace(spec, layout_seed=0, poison="nan", page_size=64, spare_pages=0, spare_columns=0),
-            p_dtype,
+            conventions.p_dtype or spec.q_dtype,
+            conventions.lse_of_rounded_weights,
         )
         if key not in self._expected:
             if len(self._expected) >= _EXPECTED_KEPT:
@@ -195,7 +218,8 @@ class Subject:
             out_dtype = out_dtype_of(spec.q_dtype)
             self._expected[key] = numerics.expect(
                 call.q, call.kv_cache, call.block_table, call.seq_lens,
-                out_dtype=out_dtype, p_dtype=p_dtype, **call.semantics(),  # type: ignore[arg-type]
+                out_dtype=out_dtype, p_dtype=key[1], lse_of_rounded_weights=key[2],
+                **call.semantics(),  # type: ignore[arg-type]
             )  # fmt: skip
         return self._expected[key]
 

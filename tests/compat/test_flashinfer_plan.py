@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +23,10 @@ from compat.flashinfer_calls import (
     statics,
 )
 
+from pagedmla import kernels
 from pagedmla.compat.flashinfer import BatchMLAPagedAttentionWrapper
+from pagedmla.contract import support
+from pagedmla.contract.support import Refusal
 
 
 def test_what_the_caller_does_to_its_tensors_after_plan_changes_nothing() -> None:
@@ -59,4 +66,45 @@ def test_their_backends_mean_our_choice(backend: str, monkeypatch: pytest.Monkey
     decodes = record_decodes(monkeypatch)
     call = call_of([20, 3])
     check(planned(call, backend=backend).run(**inputs(call), **NATURAL), call)
-    assert decodes[0][1]["backend"] == "torch"
+    assert decodes[0][1]["backend"] == ("torch" if backend == "torch" else None)
+
+
+@pytest.fixture
+def picky(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The best backend, "picky", takes every problem, and reads packed caches alone; what it ran on, as strides."""
+    ran: list[str] = []
+    module = ModuleType("picky_backend")
+    own = kernels.load("torch")
+
+    def refuses_tensors(args: Any) -> Refusal | None:
+        if args.kv_cache.is_contiguous():
+            return None
+        return Refusal("picky", "strides", "kv_cache", "a packed cache", str(args.kv_cache.stride()))
+
+    def decode(args: Any, *rest: Any) -> None:
+        ran.append(str(args.kv_cache.stride()))
+        own.decode(args, *rest)
+
+    members = {"refuses_tensors": refuses_tensors, "decode": decode, "workspace_size": own.workspace_size}
+    for name, value in members.items():
+        setattr(module, name, value)
+    row = support.BackendSupport("picky", "packed caches alone", rules=())
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(kernels.MODULES, "picky", module.__name__)
+    monkeypatch.setattr(support, "BACKENDS", {"picky": row, **support.BACKENDS})
+    for cached in (support.choose_backend, support.refusals):
+        cached.cache_clear()
+    yield ran
+    for cached in (support.choose_backend, support.refusals):
+        cached.cache_clear()
+
+
+def test_a_cache_that_the_best_backend_cannot_read_goes_to_the_next(picky: list[str]) -> None:
+    """The plan does not know the tensors yet: it leaves the choice to the run, and has memory for either."""
+    call = call_of([20, 3])
+    wrapper = planned(call)
+    check(wrapper.run(**inputs(call), **NATURAL), call)
+    assert len(picky) == 1
+    wide = torch.cat([call["kv_cache"], call["kv_cache"]], dim=-1)[..., : call["kv_cache"].shape[-1]]
+    check(wrapper.run(**inputs(call | {"kv_cache": wide}), **NATURAL), call)
+    assert len(picky) == 1

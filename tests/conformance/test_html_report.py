@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -106,6 +107,16 @@ def test_the_header_says_what_was_examined_where_and_how(page: Page) -> None:
     ):
         assert part in header
     assert "vllm" not in header
+    assert "declared" not in header
+
+
+def test_what_is_declared_stands_in_the_header() -> None:
+    html = render_html(replace(REPORT, declared=("lse has base 2", HOSTILE)))
+    assert f"declared, and no faultlse has base 2; {HOSTILE}" in Page(html).texts["dl"][0].replace("\n", "")
+
+
+def test_the_counts_are_in_the_header(page: Page) -> None:
+    header = page.texts["header"][0]
     assert re.search(
         r"3 of 6 promises are not kept:\s+1 hung, 1 died, 1 failed, 1 passed, 1 refused, 1 not applied",
         header,

@@ -43,6 +43,7 @@ import os, sys, time
 from dataclasses import replace
 from pathlib import Path
 from pagedmla.conformance import asking, child
+from pagedmla.conformance.adapters.adapter import Conventions
 from pagedmla.conformance.adapters.ours import Ours
 
 def first(what):
@@ -53,6 +54,8 @@ def first(what):
     return True
 
 class Treacherous(Ours):
+    conventions = Conventions(lse_base=2.0)
+
     def __init__(self):
         super().__init__("torch")
         self.name, self.version = "treacherous", "1.2.3"
@@ -110,6 +113,10 @@ def report(folder: Path) -> Report:
 
 def of(report: Report, configuration: Configuration) -> list[Finding]:
     return [finding for finding in report.findings if finding.configuration == configuration.name]
+
+
+def test_a_report_says_what_the_adapter_declares(report: Report) -> None:
+    assert report.declared == ("lse has base 2",)
 
 
 def test_every_property_of_every_job_has_a_finding_in_order(report: Report) -> None:
@@ -245,7 +252,7 @@ def test_a_report_survives_json() -> None:
     failed = replace(
         FINDING, status="failed", detail="out[0] is nan\n<b>", example="('x',)", reproducer="print()"
     )
-    before = report_of(FINDING, failed)
+    before = replace(report_of(FINDING, failed), declared=("lse has base 2", "out is float32"))
     after = Report.from_json(before.to_json())
     assert after.findings == tuple(replace(finding, seconds=0.123) for finding in before.findings)
     assert replace(after, findings=()) == replace(before, findings=())

@@ -191,6 +191,20 @@ def test_lse_of_another_base_fails() -> None:
     assert not numerics.compare(out, lse + 1e-4, expected).passed
 
 
+def test_past_its_range_an_lse_is_infinite_and_nowhere_else() -> None:
+    out, lse, expected = _right()
+    limit = expected.lse[1:].abs().median().item()
+    past = expected.lse.isfinite() & (expected.lse.abs() > limit)
+    assert 0 < int(past.sum()) < past[1:].numel()
+    cut = torch.where(past, math.inf * lse.sign(), lse)
+    assert numerics.compare(out, cut, expected, lse_limit=limit).passed
+    assert numerics.compare(out, lse, expected, lse_limit=limit).passed
+    assert not numerics.compare(out, cut, expected).passed
+    assert not numerics.compare(out, torch.where(past, -cut, cut), expected, lse_limit=limit).passed
+    everything = torch.where(expected.lse.isfinite(), math.inf * lse.sign(), lse)
+    assert not numerics.compare(out, everything, expected, lse_limit=limit).passed
+
+
 def test_wrong_shapes_are_said() -> None:
     out, lse, expected = _right()
     assert "shape" in numerics.compare(out, lse.T.contiguous(), expected).detail

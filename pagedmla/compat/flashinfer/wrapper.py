@@ -13,8 +13,7 @@ from pagedmla.compat.flashinfer.csr import CSR, block_table, csr, read
 from pagedmla.contract.errors import InvalidArgument, PlanMismatch, Unsupported, check_type
 from pagedmla.contract.kv_layout import layout_of_dtype
 from pagedmla.contract.problem import BatchBounds, DecodeProblem
-from pagedmla.contract.support import BACKENDS, choose_backend
-from pagedmla.contract.target import Target
+from pagedmla.contract.support import BACKENDS
 from pagedmla.decode import decode, workspace_size
 
 _LOG2_E = math.log2(math.e)
@@ -38,7 +37,7 @@ class _Plan:
     """What ``plan`` fixed.
 
     Attributes:
-        problem, backend: the static half of the call, and who runs it.
+        problem: the static half of the call.
         least_tokens, most_tokens: query rows that ``run`` may be given.
         num_pages: pages that the lengths need, in all.
         block_table, seq_lens: i32 [batch_size, width] and i32 [batch_size], tokens.
@@ -47,7 +46,6 @@ class _Plan:
     """
 
     problem: DecodeProblem
-    backend: str
     least_tokens: int
     most_tokens: int
     num_pages: int
@@ -161,8 +159,8 @@ class BatchMLAPagedAttentionWrapper:
             problem = self._check_graph(self._buffers, problem, batch, width)
             table_width, most_tokens = self._table.shape[1], len(q_lens) * problem.max_q_len
         bounds = BatchBounds(max(1, len(q_lens)), max(1, table_width), max(1, most_tokens))
-        backend = choose_backend(problem, Target.detect(self.device), self._backend)
-        num_bytes = workspace_size(problem, bounds, self.device, backend)
+        # whoever runs it is chosen in run, which sees the tensors: the best backend may not read a cache's strides
+        num_bytes = workspace_size(problem, bounds, self.device, self._backend)
         # from here on nothing is refused: a plan that fails leaves the buffers as they were
         if self._workspace.numel() < num_bytes:
             self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -175,7 +173,6 @@ class BatchMLAPagedAttentionWrapper:
         even = self._buffers is None and len(set(q_lens)) == 1
         self._plan = _Plan(
             problem=problem,
-            backend=backend,
             least_tokens=num_tokens,
             most_tokens=most_tokens,
             num_pages=sum(num_pages),
@@ -249,7 +246,7 @@ class BatchMLAPagedAttentionWrapper:
             kv_scale=kv_scale,
             out=out,
             lse=lse,
-            backend=plan.backend,
+            backend=self._backend,
             workspace=plan.workspace,
             max_q_len=plan.problem.max_q_len,
         )

@@ -18,6 +18,7 @@ from pagedmla.contract.errors import InvalidArgument
 
 _FACTORIES: dict[str, Callable[[], Adapter]] = {
     "pagedmla": Ours,
+    "pagedmla:gluon": lambda: Ours("gluon"),
     "pagedmla:torch": lambda: Ours("torch"),
     "pagedmla:triton": lambda: Ours("triton"),
     "flash_mla": FlashMLA,

@@ -21,6 +21,7 @@ FEATURES = {
     "out": "writes the out and lse that it is given",
     "graph": "a prepared call may be captured in a CUDA graph, or run again, after its tensors changed in place",
     "strides": "honours the strides of q, the cache, the table and out",
+    "one_kernel": "the same kernel runs, and gives the same bits, whatever the strides and addresses of the tensors",
     "q_pair": "takes the queries as two tensors, latent and rotated",
     "invariant": "has an option batch_invariant, in which a row's bits depend on nothing but the row",
     "bounded": "a live page id outside the pool, or a length past the table, never leads to a read outside the tensors",
@@ -41,6 +42,8 @@ class Conventions:
         empty_out: out of such a row; nan: unspecified.
         out_dtype: of its out; None: the queries', and bfloat16 for fp8 queries.
         p_dtype: dtype that softmax weights are rounded to before they meet the values; None: the queries' dtype.
+        lse_of_rounded_weights: its lse is the logarithm of the sum of weights rounded to ``p_dtype``, each weight relative to
+            the largest score so far; step 5 in ``numerics`` says how far from the right one that may be.
     """
 
     lse_base: float | None = math.e
@@ -49,11 +52,38 @@ class Conventions:
     empty_out: float = 0.0
     out_dtype: torch.dtype | None = None
     p_dtype: torch.dtype | None = None
+    lse_of_rounded_weights: bool = False
 
     @property
     def lse_rounding(self) -> float:
         """Unit roundoff of the lse; 0 for float32, which its tolerance knows of."""
         return 0.0 if self.lse_dtype == torch.float32 else torch.finfo(self.lse_dtype).eps / 2
+
+    @property
+    def lse_limit(self) -> float:
+        """The largest lse that its dtype holds, as a natural logarithm."""
+        return torch.finfo(self.lse_dtype).max * math.log(self.lse_base or math.e)
+
+    def deviations(self) -> tuple[str, ...]:
+        """What of the answer is not as in ``pagedmla.decode``'s contract, in words: it is judged by that, and not blamed."""
+        if self.lse_base is None:
+            said = ["no lse is returned"]
+        else:
+            said = [] if self.lse_base == math.e else [f"lse has base {self.lse_base:g}"]
+            if self.lse_dtype != torch.float32:
+                said.append(f"lse is {str(self.lse_dtype).removeprefix('torch.')}")
+            if self.lse_of_rounded_weights:
+                dtype = (
+                    "the queries' dtype" if self.p_dtype is None else str(self.p_dtype).removeprefix("torch.")
+                )
+                said.append(f"lse is of the sum of weights that were rounded to {dtype}")
+        for name, came, right in (("lse", self.empty_lse, -math.inf), ("out", self.empty_out, 0.0)):
+            if came != right and not (name == "lse" and self.lse_base is None):
+                what = "unspecified" if math.isnan(came) else f"{came:g}"
+                said.append(f"{name} of a row that sees no key is {what}")
+        if self.out_dtype is not None:
+            said.append(f"out is {str(self.out_dtype).removeprefix('torch.')}")
+        return tuple(said)
 
 
 class Prepared(Protocol):
@@ -98,7 +128,7 @@ class Adapter:
         return None
 
     def conventions_for(self, spec: BatchSpec, options: Options, device: torch.device) -> Conventions:
-        """``conventions``; to be overridden where they depend on the batch."""
+        """``conventions``; to be overridden where they depend on the batch.  Asked only for what ``refuses`` takes."""
         return self.conventions
 
     def prepare(

@@ -4,6 +4,9 @@ Conventions, read in flashinfer-python 0.6.8 (flashinfer/mla/_core.py, data/incl
 mla_hopper.cuh):
 
 - lse f32 [T, H], base 2 unless ``return_lse_base_on_e``: ``math::ptx_log2(d) + m``.
+- fa2's lse is the logarithm of the sum of weights rounded to 16 bits: the tensor core sums the p that it multiplies values by
+  (``mma::m16k16_rowsum_f16f16f32`` of the cast ``s_frag``), so that out is a mean by the very weights whose sum d is.  fa3 sums
+  them in float32, before they are cast.
 - Of rows that see no key nothing is promised (one has code for lengths of 0, and 0/0 where a causal mask hides a whole tile).
 - 512 + 64 numbers a token, bf16 or fp16: what its documentation and its tests have; other sizes compile or not.  Its fp8 caches
   are recent, and left out.
@@ -56,6 +59,8 @@ class FlashInfer(Adapter):
         self._kernel, self._module_name = kernel, module
         self._ours, self._theirs = package in OUR_MODULES, package == _PACKAGE
         self._wrapper: Any = None
+        if self._theirs and kernel == "fa2":
+            self.conventions = replace(self.conventions, lse_of_rounded_weights=True)
 
     def load(self, folder: Path | None = None) -> str | None:
         """Imports the module."""

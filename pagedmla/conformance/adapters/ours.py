@@ -55,8 +55,10 @@ class Ours(Adapter):
         check_backend_name(backend)
         self.backend = backend
         self.name = "pagedmla" if backend is None else f"pagedmla:{backend}"
+        if backend is not None:
+            self.features |= {"one_kernel"}
         if backend not in WITHOUT_NO_SYNC:
-            self.features = ALL_FEATURES | {"no_sync"}
+            self.features |= {"no_sync"}
         self.version = pagedmla.__version__
 
     def refuses(self, spec: BatchSpec, options: Options, device: torch.device) -> str | None:

@@ -91,11 +91,12 @@ def check_answer(subject: Subject, call: Call, got: tuple[Tensor, Tensor | None]
     if not out.is_floating_point():
         raise Broken(f"out has dtype {out.dtype}", step)
     p_dtype = max(call.q.dtype, call.kv_cache.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    conventions = subject.adapter.conventions
     expected = numerics.expect(
         call.q, call.kv_cache, call.block_table, call.seq_lens,
-        out_dtype=out.dtype, p_dtype=p_dtype, **call.semantics(),  # type: ignore[arg-type]
+        out_dtype=out.dtype, p_dtype=p_dtype, lse_of_rounded_weights=conventions.lse_of_rounded_weights,
+        **call.semantics(),  # type: ignore[arg-type]
     )  # fmt: skip
-    conventions = subject.adapter.conventions
     natural = expected.lse.float()
     if lse is not None and conventions.lse_base is not None:
         natural = lse.float() * math.log(conventions.lse_base)

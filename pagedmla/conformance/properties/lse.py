@@ -23,7 +23,7 @@ Example = tuple[BatchSpec, Any]
 
 def _require_lse(subject: Subject, spec: BatchSpec, options: Any) -> None:
     subject.require(spec, options)
-    if subject.adapter.conventions_for(spec, options, subject.device).lse_base is None:
+    if subject.conventions(spec, options).lse_base is None:
         raise Refused("returns no lse")
 
 

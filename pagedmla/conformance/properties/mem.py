@@ -24,7 +24,7 @@ _GUARD_ROWS = 16
 
 def nan_outputs(subject: Subject, spec: BatchSpec, options: Options) -> tuple[Tensor, Tensor | None]:
     """(out [T, H, kv_lora_rank], lse [T, H]) full of nan to write into; no lse where the implementation has none."""
-    conventions = subject.adapter.conventions_for(spec, options, subject.device)
+    conventions = subject.conventions(spec, options)
     rows = (spec.starts[-1] + spec.rows_after, spec.num_heads)
     dtype = torch.bfloat16 if spec.q_dtype.itemsize == 1 else spec.q_dtype
     out = torch.full((*rows, spec.kv_lora_rank), math.nan, dtype=dtype, device=subject.device)

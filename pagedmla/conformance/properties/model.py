@@ -73,8 +73,7 @@ def _absorbed_equals_unabsorbed(subject: Subject, example: tuple[BatchSpec, int,
         softmax_scale=call.softmax_scale, cu_seqlens_q=call.cu_seqlens_q, causal=call.causal, kv_scale=call.kv_scale,
     )  # fmt: skip
     got = reference.up_project(result.out.cpu(), w_uv)
-    conventions = subject.adapter.conventions_for(spec, options, subject.device)
-    expected = subject.expected(spec, conventions.p_dtype or spec.q_dtype)
+    expected = subject.expected(spec, options)
     # a row that sees no key holds poison in its query, and its bound, which is 0, is computed from it
     bound = torch.where(blind_rows(spec)[:, None, None], 0.0, expected.bound) + _FLOAT64 * _largest(call)
     allowed = reference.up_project(bound, w_uv.abs())
@@ -143,8 +142,8 @@ def _check_changed(
     subject: Subject, call: Call, out: Tensor, spec: BatchSpec, options: Options, note: str
 ) -> None:
     """Other scores: the oracle's of the changed call, unless they are so near that a kernel could miss the change."""
-    p_dtype = subject.adapter.conventions_for(spec, options, subject.device).p_dtype or spec.q_dtype
-    before = subject.expected(spec, p_dtype)
+    p_dtype = subject.conventions(spec, options).p_dtype or spec.q_dtype
+    before = subject.expected(spec, options)
     after = numerics.expect(
         call.q, call.kv_cache, call.block_table, call.seq_lens,
         out_dtype=out.dtype, p_dtype=p_dtype, **call.semantics(),  # type: ignore[arg-type]

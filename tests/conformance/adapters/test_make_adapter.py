@@ -65,6 +65,7 @@ def test_every_known_name_gives_an_adapter_of_this_name(name: str) -> None:
 def test_the_names_are_these() -> None:
     assert ADAPTER_NAMES == (
         "pagedmla",
+        "pagedmla:gluon",
         "pagedmla:torch",
         "pagedmla:triton",
         "flash_mla",

@@ -16,7 +16,9 @@ class KernelAdapter(Adapter):
     """A kernel class, and what the unbroken one promises: a mutant makes the same claims."""
 
     conventions = Conventions(p_dtype=torch.float32)
-    features = frozenset({"out", "graph", "strides", "q_pair", "invariant", "bounded", "validates"})
+    features = frozenset(
+        {"out", "graph", "strides", "one_kernel", "q_pair", "invariant", "bounded", "validates"}
+    )
     options: tuple[Options, ...] = ({}, {"num_kv_splits": 3}, {"batch_invariant": True})
 
     def __init__(self, kernel: type[Kernel] = Kernel) -> None:

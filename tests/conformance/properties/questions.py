@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import pytest
@@ -88,11 +89,18 @@ class Faulty(Ours):
         return prepared if spoil is None else PreparedCall(lambda: spoil(call, prepared.run()))
 
 
+def unclaimed(adapter: Adapter) -> Adapter:
+    """The same without the claim that one kernel runs tensors however they lie: as an automatic choice of kernels."""
+    other = copy(adapter)
+    other.features = adapter.features - {"one_kernel"}
+    return other
+
+
 def nudged(result: Raw) -> Raw:
-    """The same but for one bit of one number, far inside every bound."""
+    """The same but for the last bit of each logarithm, far inside every bound."""
     out, lse = result
     assert lse is not None
-    lse[0, 0] = torch.nextafter(lse[0, 0], torch.tensor(torch.inf))
+    lse.copy_(torch.where(lse.isfinite(), torch.nextafter(lse, torch.tensor(torch.inf)), lse))
     return out, lse
 
 

@@ -17,14 +17,16 @@ from conformance.properties.questions import (
     expect_kept,
     right,
 )
+from torch import Tensor
 
 import pagedmla
-from pagedmla.conformance.adapters.adapter import Options
+from pagedmla.conformance.adapters.adapter import Conventions, Options, Prepared, PreparedCall
 from pagedmla.conformance.adapters.ours import Ours
 from pagedmla.conformance.builder import Call
 from pagedmla.conformance.configurations import Configuration
 from pagedmla.conformance.properties.num import PROPERTIES, _shift
 from pagedmla.conformance.properties.property import Property
+from pagedmla.conformance.spec import BatchSpec
 
 BY_NAME = {prop.name: prop for prop in PROPERTIES}
 
@@ -111,6 +113,33 @@ def test_scores_are_moved_past_half_precision() -> None:
 @each_fault(FAULTS)
 def test_a_fault_is_caught(name: str, faulty: Callable[[Call, Options], Decoded]) -> None:
     expect_broken(Answering(faulty), BY_NAME[name])
+
+
+class LseInHalfPrecision(Answering):
+    """Declared: past 65504 it is infinite; with ``sign`` -1 the wrong infinity."""
+
+    def __init__(self, sign: int = 1) -> None:
+        super().__init__(right)
+        self.sign = sign
+        self.conventions = Conventions(lse_dtype=torch.float16, p_dtype=torch.float32)
+
+    def conventions_for(self, spec: BatchSpec, options: Options, device: torch.device) -> Conventions:
+        return self.conventions
+
+    def prepare(
+        self, call: Call, options: Options, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> Prepared:
+        def run() -> tuple[Tensor, Tensor]:
+            own_out, own_lse = right(call, options)
+            half = own_lse.half()
+            return own_out, torch.where(half.isinf() & own_lse.isfinite(), self.sign * half, half)
+
+        return PreparedCall(run)
+
+
+def test_a_declared_lse_may_end_where_its_dtype_does() -> None:
+    expect_kept(LseInHalfPrecision(), BY_NAME["large-scores"])
+    assert "inf" in expect_broken(LseInHalfPrecision(-1), BY_NAME["large-scores"]).detail
 
 
 def test_every_property_can_fail() -> None:

@@ -19,6 +19,7 @@ from conformance.properties.questions import (
     expect_broken,
     expect_kept,
     nudged,
+    unclaimed,
     verdict,
 )
 from torch import Tensor
@@ -93,13 +94,14 @@ def memory_between_rows_written(call: Call, result: Raw) -> Raw:
     return result
 
 
+OTHER_BITS = Faulty(spoil=a_stride_of_zero_counts)
 FAULTS = [
     ("inputs", Faulty(thought_packed("q"))),
     ("inputs", Faulty(thought_packed("kv_cache"))),
     ("inputs", Faulty(thought_packed("block_table"))),
     ("inputs", Faulty(thought_packed("seq_lens"))),
     ("inputs", Faulty(offset_ignored)),
-    ("expanded", Faulty(spoil=a_stride_of_zero_counts)),
+    ("expanded", OTHER_BITS),
     ("pair-of-queries", Faulty(rotated_part_left_out)),
     ("outputs", OutThoughtPacked("torch")),
     ("outputs", Faulty(spoil=memory_between_rows_written)),
@@ -109,6 +111,28 @@ FAULTS = [
 @each_fault(FAULTS)
 def test_a_fault_is_caught(name: str, faulty: Adapter) -> None:
     assert expect_broken(faulty, BY_NAME[name], examples=100).detail
+
+
+@each_fault([(name, faulty) for name, faulty in FAULTS if faulty is not OTHER_BITS])
+def test_a_fault_is_caught_by_value_too(name: str, faulty: Adapter) -> None:
+    """Whoever may change the kernel is held to values alone."""
+    assert " in one and " not in expect_broken(unclaimed(faulty), BY_NAME[name], examples=100).detail
+
+
+def other_bits_for_views(call: Call, result: Raw) -> Raw:
+    """Right, and by another kernel wherever a tensor is not packed, or comes as a pair."""
+    packed = not isinstance(call.q, tuple) and all(
+        tensor is None or (tensor.is_contiguous() and not tensor.storage_offset())
+        for tensor in (call.q, call.kv_cache, call.block_table, call.seq_lens, call.cu_seqlens_q, *result)
+    )
+    return result if packed else nudged(result)
+
+
+@each(PROPERTIES)
+def test_another_kernel_for_views_is_no_fault_unless_one_is_claimed(prop: Property) -> None:
+    changes_kernel = Faulty(spoil=other_bits_for_views)
+    expect_kept(unclaimed(changes_kernel), prop)
+    assert " in one and " in expect_broken(changes_kernel, prop).detail
 
 
 def test_every_property_can_fail() -> None:

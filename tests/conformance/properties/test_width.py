@@ -11,11 +11,14 @@ from conformance.properties.questions import (
     CPU,
     SMALL,
     Faulty,
+    Raw,
     each,
     each_configuration,
     each_fault,
     expect_broken,
     expect_kept,
+    nudged,
+    unclaimed,
 )
 from torch import Tensor
 
@@ -87,6 +90,27 @@ FAULTS = [
 @each_fault(FAULTS)
 def test_a_fault_is_caught(name: str, faulty: Adapter) -> None:
     assert expect_broken(faulty, BY_NAME[name], examples=100).detail
+
+
+@each_fault(FAULTS)
+def test_a_fault_is_caught_by_value_too(name: str, faulty: Adapter) -> None:
+    """Whoever may change the kernel is held to values alone."""
+    found = expect_broken(unclaimed(faulty), BY_NAME[name], examples=100)
+    assert " is right, bound " in found.detail
+    assert "past" in found.detail or "pool" in found.detail
+
+
+def other_bits_far_away(call: Call, result: Raw) -> Raw:
+    """Right, and by another kernel: for a large pool, and for rows far apart."""
+    far = max(call.kv_cache.untyped_storage().nbytes(), call.q.untyped_storage().nbytes()) > 2**31
+    return nudged(result) if far else result
+
+
+@each(PROPERTIES)
+def test_another_kernel_for_far_tensors_is_no_fault_unless_one_is_claimed(prop: Property) -> None:
+    changes_kernel = Faulty(spoil=other_bits_far_away)
+    expect_kept(unclaimed(changes_kernel), prop)
+    assert expect_broken(changes_kernel, prop).detail.startswith("lse[0, 0] is ")
 
 
 def test_every_property_can_fail() -> None:
