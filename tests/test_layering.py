@@ -60,7 +60,7 @@ LAYERS: dict[str, Layer] = {
     "conformance": layer(
         *_API, "reference", third_party=("hypothesis", "jinja2", "pytest", "triton", "vllm", "flashinfer")
     ),
-    "bench": layer(*_API, "conformance", third_party=("triton",)),
+    "bench": layer(*_API, "conformance", third_party=("triton", "matplotlib")),
     "cli": layer(
         *_API,
         "kernels",

@@ -18,6 +18,10 @@ SOFTMAX_SCALE = (128 + 64) ** -0.5
 """DeepSeek-V3's head size before absorption; standard normal data then gives scores a spread of sqrt(576 / 192) = 1.7 nats."""
 
 
+READ_PAGE = 64
+"""Tokens a page of what the page reader reads."""
+
+
 @dataclass(frozen=True)
 class DecodeBatch:
     """One shape on one device: random numbers in pages that are permuted over a pool of just these pages.
@@ -62,6 +66,20 @@ class DecodeBatch:
         """i32 [pages of all sequences], the physical pages in the order in which a decode meets them."""
         return torch.cat([self.block_table[index, :count] for index, count in enumerate(self.num_pages_of)])
 
+    def read_pages(self) -> tuple[Tensor, Tensor]:
+        """The batch's bytes as the page reader takes them: a pool [n, 64, 576] and i32, the pages of it to read.
+
+        Pages of 64 tokens are read in the batch's own order.  A pool of other pages is read as if it had pages of 64, permuted:
+        the same bytes, short of a rest of less than 64 tokens, in pieces that nobody reads faster.
+        """
+        if self.page_size == READ_PAGE:
+            return self.kv_cache, self.live_pages()
+        whole = self.kv_cache.flatten(0, 1)
+        count = whole.shape[0] // READ_PAGE
+        pool = whole[: count * READ_PAGE].view(count, READ_PAGE, HEAD_DIM_QK)
+        generator = torch.Generator(self.device).manual_seed(0)
+        return pool, torch.randperm(count, generator=generator, device=self.device).to(torch.int32)
+
     def starts(self, counts: Sequence[int]) -> Tensor:
         """i32 [num_seqs + 1]: where each sequence's share of ``counts`` begins."""
         return torch.tensor([0, *counts], device=self.device).cumsum(0).to(torch.int32)
@@ -78,13 +96,16 @@ class DecodeBatch:
 def problem_of(
     shape: DecodeShape, page_size: int, dtype: torch.dtype, schedule: str | None = None
 ) -> DecodeProblem:
-    """The static half of a decode of ``shape``, queries and cache both of ``dtype``; ``page_size`` in tokens."""
+    """The static half of a decode of ``shape``, queries and cache both of ``dtype``.
+
+    ``page_size`` in tokens, for a shape that names none.
+    """
     return DecodeProblem(
         num_heads=shape.num_heads,
         softmax_scale=SOFTMAX_SCALE,
         kv_lora_rank=KV_LORA_RANK,
         qk_rope_head_dim=QK_ROPE_HEAD_DIM,
-        page_size=page_size,
+        page_size=shape.page_size or page_size,
         q_dtype=dtype,
         kv_layout=layout_of_dtype(dtype).name,
         max_q_len=shape.q_len,
@@ -99,11 +120,12 @@ def build_batch(
 
     Args:
         shape: lengths, heads, query tokens.
-        page_size: tokens a page.
+        page_size: tokens a page, for a shape that names none.
         dtype: of queries and cache; 2 or 4 bytes.
         device: where to.
         seed: of the numbers and of the permutation.
     """
+    page_size = shape.page_size or page_size
     generator = torch.Generator(device).manual_seed(seed)
     counts = [-(-length // page_size) for length in shape.seq_lens]
     pages = torch.randperm(sum(counts), generator=generator, device=device).to(torch.int32)

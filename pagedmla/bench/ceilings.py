@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedmla.bench.batch import DecodeBatch
-from pagedmla.bench.graph_timing import CapturedStep
+from pagedmla.bench.graph_timing import CapturedStep, time_cold
 from pagedmla.bench.peers.peer import first_line, peer_errors
 from pagedmla.bench.shapes import HEAD_DIM_QK
 from pagedmla.bench.timing import StepTime, time_step
@@ -46,15 +46,22 @@ class Floor:
     Attributes:
         read_us: reading its pages once.
         arithmetic_us: its operations at the matmul rate.
+        cold_read_us: as ``read_us``, with nothing of it in the L2 cache; None where that was not measured.
     """
 
     read_us: float
     arithmetic_us: float
+    cold_read_us: float | None = None
 
     @property
     def us(self) -> float:
         """The larger of the two, microseconds."""
         return max(self.read_us, self.arithmetic_us)
+
+    @property
+    def cold_us(self) -> float | None:
+        """The larger of the two with a cold L2 cache, microseconds; None where that was not measured."""
+        return None if self.cold_read_us is None else max(self.cold_read_us, self.arithmetic_us)
 
     @property
     def bound(self) -> str:
@@ -75,13 +82,12 @@ def wall_clock_steps(step: Callable[[], object]) -> int:
     return max(1, min(1000, int(20e3 / max(once, 1.0))))
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype, page_size: int, rounds: int = 7) -> Ceilings:
+def measure_ceilings(device: torch.device, dtype: torch.dtype, rounds: int = 7) -> Ceilings:
     """Takes the rates of ``device`` for products and sums of ``dtype``; 2 GiB are read on a GPU.
 
     Args:
         device: what is measured.
         dtype: of the decode's queries and cache.
-        page_size: tokens a page of the decode's cache.
         rounds: of which the median counts.
     """
     on_gpu = device.type == "cuda"
@@ -91,7 +97,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, page_size: int, r
         matmul_dtype=matmul_dtype,
         matmul_flops_per_s=_matmul_rate(_GPU_MATMUL if on_gpu else _CPU_MATMUL, device, matmul_dtype, rounds),
         sum_bytes_per_s=_sum_rate(_GPU_READ_BYTES if on_gpu else _CPU_READ_BYTES, device, dtype, rounds),
-        pages_unread=why_pages_unread(Target.detect(device), dtype, page_size) or _try_page_reader(device),
+        pages_unread=why_pages_unread(Target.detect(device), dtype) or _try_page_reader(device),
     )
 
 
@@ -106,14 +112,12 @@ def _sum_rate(num_bytes: int, device: torch.device, dtype: torch.dtype, rounds: 
     return num_bytes / step_us * 1e6
 
 
-def why_pages_unread(target: Target, dtype: torch.dtype, page_size: int) -> str:
-    """Why ``read_limit`` cannot read pages of ``page_size`` tokens of ``dtype`` on ``target``; empty when it can."""
+def why_pages_unread(target: Target, dtype: torch.dtype) -> str:
+    """Why ``read_limit`` cannot read pages of ``dtype`` on ``target``; empty when it can."""
     if target.arch != "sm_90":
         return f"the page reader is for sm_90, this is {target.arch}"
-    if dtype.itemsize != 2 or page_size != 64:
-        return (
-            f"the page reader takes pages of 64 tokens of 16 bits, not of {page_size} of {8 * dtype.itemsize}"
-        )
+    if dtype.itemsize != 2:
+        return f"the page reader takes numbers of 16 bits, not of {8 * dtype.itemsize}"
     return ""
 
 
@@ -130,13 +134,22 @@ def _try_page_reader(device: torch.device) -> str:
     return "" if pages_read == 2 else f"the page reader read {pages_read} pages of 2"
 
 
-def floor_of(batch: DecodeBatch, ceilings: Ceilings, rounds: int = 7) -> Floor:
-    """The floor of ``batch``: its own pages read on this device, or its bytes at the rate of ``torch.sum``."""
+def floor_of(batch: DecodeBatch, ceilings: Ceilings, rounds: int = 7, cold: bool = False) -> Floor:
+    """The floor of ``batch``: its own bytes read on this device as pages, or their number at the rate of ``torch.sum``.
+
+    Args:
+        batch: what is decoded.
+        ceilings: of the same run.
+        rounds: of which the median counts.
+        cold: also read them with nothing in the L2 cache; on a GPU whose pages can be read.
+    """
     arithmetic_us = batch.shape.flops() / ceilings.matmul_flops_per_s * 1e6
-    if ceilings.pages_unread:
+    pool, pages = batch.read_pages()
+    if ceilings.pages_unread or not pages.numel():
         num_bytes = batch.shape.bytes_moved(batch.q.dtype.itemsize)
         return Floor(num_bytes / ceilings.sum_bytes_per_s * 1e6, arithmetic_us)
     from pagedmla.bench.read_limit import page_reader
 
-    reader = page_reader(batch.kv_cache, batch.live_pages())
-    return Floor(time_repeated(reader, batch.device, rounds).median_us, arithmetic_us)
+    reader = page_reader(pool, pages)
+    cold_us = time_cold(reader, batch.device, rounds).median_us if cold else None
+    return Floor(time_repeated(reader, batch.device, rounds).median_us, arithmetic_us, cold_us)

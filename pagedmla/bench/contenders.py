@@ -14,7 +14,7 @@ from pagedmla.bench.peers.peer import Peer
 from pagedmla.bench.shapes import DecodeShape
 from pagedmla.contract.errors import InvalidArgument, Unsupported
 from pagedmla.contract.problem import SCHEDULES
-from pagedmla.contract.support import Refusal, check_backend_name, choose_backend, refusals
+from pagedmla.contract.support import Refusal, check_backend_name, choose_backend
 from pagedmla.contract.target import Target
 
 
@@ -31,10 +31,11 @@ def our_contenders(
     Args:
         device: where they shall run.
         shapes: at least one.
-        page_size: tokens a page.
+        page_size: tokens a page, for shapes that name none.
         dtype: of queries and cache.
-        backends: names; empty: those that are the best for some shape.
-        schedules: ``split``, ``persistent`` or ``auto``; empty: the first two.
+        backends: names, or ``auto`` for the best of each shape; empty: ``auto`` where no schedule is named, else those that are
+            the best for some shape.
+        schedules: ``split``, ``persistent`` or ``auto``; empty: the first two for a named backend.
 
     Raises:
         InvalidArgument: a backend or a schedule has an unknown name.
@@ -45,17 +46,16 @@ def our_contenders(
             wanted = "some of " + ", ".join((*SCHEDULES, AUTO))
             raise InvalidArgument("schedule", "schedule", wanted, repr(word))
     for backend in backends:
-        check_backend_name(backend)
+        if backend != AUTO:
+            check_backend_name(backend)
     target = Target.detect(device)
-    names = list(dict.fromkeys(backends or _best(shapes, page_size, dtype, target)))
+    names = backends or (list(_best(shapes, page_size, dtype, target)) if schedules else [AUTO])
     found: list[OurDecode] = []
     refused: dict[str, tuple[Refusal, ...]] = {}
-    for backend in names:
-        for word in dict.fromkeys(schedules or SCHEDULES):
+    for backend in dict.fromkeys(names):
+        for word in dict.fromkeys(schedules or ([AUTO] if backend == AUTO else SCHEDULES)):
             contender = OurDecode(backend, word)
-            schedule = None if word == AUTO else word
-            problems = [problem_of(shape, page_size, dtype, schedule) for shape in shapes]
-            by_shape = [refusals(problem, target, backend) for problem in problems]
+            by_shape = [contender.refused(problem_of(shape, page_size, dtype), target) for shape in shapes]
             if all(by_shape):
                 refused[contender.name] = by_shape[0]
             else:
@@ -87,7 +87,7 @@ def load_peers(names: Sequence[str], folder: Path | None) -> tuple[tuple[Peer, .
     """The peers called ``names`` that load, and why each of the others does not.
 
     Args:
-        names: out of ``PEER_NAMES``.
+        names: out of ``PEER_NAMES``, or ``module:function``.
         folder: holds peers' files, or None for what is installed.
 
     Raises:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pagedmla.bench.batch import DecodeBatch, ExpectedSequence, build_batch, expected_sequences
+from pagedmla.bench.breakdown import Breakdown, profiled_parts, repeated
 from pagedmla.bench.ceilings import Ceilings, Floor, floor_of, measure_ceilings, wall_clock_steps
-from pagedmla.bench.graph_timing import CapturedStep
+from pagedmla.bench.graph_timing import REPEATS, CapturedStep, time_cold
+from pagedmla.bench.machine import clocks
 from pagedmla.bench.ours import OurDecode, OurStep
 from pagedmla.bench.peers.peer import first_line, peer_errors
+from pagedmla.bench.peers.planning import PlanTime, time_plan
 from pagedmla.bench.shapes import DecodeShape
 from pagedmla.bench.timing import StepTime, time_host, time_step
 from pagedmla.bench.verify import Check, check_result
@@ -49,7 +52,12 @@ class Measurement:
         status: ``measured``; ``refused`` (not for this shape); ``wrong`` (a result failed its check); ``failed`` (it raised).
         detail: what was refused, wrong or raised; empty when measured.
         out_error, lse_error: as in ``Check``; None where no result was checked.
+        runs_on: the backend of ours that ran; empty for peers.
+        cold: as ``time``, with nothing of the input in the L2 cache; None unless asked for on a GPU.
         host: microseconds of the host for an eager call; None unless asked for.
+        eager: microseconds of an eager call when many follow one another, the device waited for; None unless asked for.
+        plan: what planning a step costs, apart from ``time``; None for who plans nothing ahead.
+        breakdown: where the time goes; None unless asked for.
     """
 
     contender: str
@@ -58,7 +66,12 @@ class Measurement:
     detail: str = ""
     out_error: float | None = None
     lse_error: float | None = None
+    runs_on: str = ""
+    cold: StepTime | None = None
     host: StepTime | None = None
+    eager: StepTime | None = None
+    plan: PlanTime | None = None
+    breakdown: Breakdown | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,26 @@ class Row:
 
 
 @dataclass(frozen=True)
+class How:
+    """How each contender is measured.
+
+    Attributes:
+        rounds: of which the median counts.
+        cold: also with an empty L2 cache.
+        eager: also eager calls, and what they cost the host.
+        breakdown: also the parts of the time.
+    """
+
+    rounds: int = 7
+    cold: bool = False
+    eager: bool = False
+    breakdown: bool = False
+
+
+_PLAIN = How()
+
+
+@dataclass(frozen=True)
 class BenchPlan:
     """What to measure.
 
@@ -87,10 +120,9 @@ class BenchPlan:
         shapes: rows, in order.
         ours: our contenders.
         peers: other projects' contenders, loaded.
-        page_size: tokens a page.
+        page_size: tokens a page, for shapes that name none.
         dtype: of queries and cache.
-        rounds: of which the median counts.
-        eager: also time the host.
+        how: rounds, and what is measured besides.
     """
 
     device: torch.device
@@ -99,8 +131,7 @@ class BenchPlan:
     peers: tuple[Contender, ...] = ()
     page_size: int = 64
     dtype: torch.dtype = torch.bfloat16
-    rounds: int = 7
-    eager: bool = False
+    how: How = _PLAIN
 
     @property
     def contenders(self) -> tuple[Contender, ...]:
@@ -117,12 +148,15 @@ class BenchResult:
         ceilings: of the same run.
         rows: those that are done.
         absent: why each contender that was asked for is not in the plan.
+        clocks_before, clocks_after: of the GPU, around the rows that are done; None where nothing tells.
     """
 
     plan: BenchPlan
     ceilings: Ceilings
     rows: list[Row] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
+    clocks_before: dict[str, float] | None = None
+    clocks_after: dict[str, float] | None = None
 
 
 def run_bench(
@@ -136,12 +170,14 @@ def run_bench(
         row_done: called after each row, so that a run which is cut short leaves what it has.
     """
     with _current(plan.device):
-        result = BenchResult(
-            plan, measure_ceilings(plan.device, plan.dtype, plan.page_size, plan.rounds), absent=absent
-        )
+        ceilings = measure_ceilings(plan.device, plan.dtype, plan.how.rounds)
+        # right behind a second of products: the card is as busy as it will be
+        result = BenchResult(plan, ceilings, absent=absent, clocks_before=clocks(plan.device))
         _release(plan.device)
         for shape in plan.shapes:
             result.rows.append(_measure_row(plan, shape, result.ceilings))
+            if shape is plan.shapes[-1]:
+                result.clocks_after = clocks(plan.device)
             _release(plan.device)
             row_done(result)
     return result
@@ -164,20 +200,16 @@ def _measure_row(plan: BenchPlan, shape: DecodeShape, ceilings: Ceilings) -> Row
         expected = expected_sequences(batch)
     except torch.OutOfMemoryError as error:
         return Row(shape, None, (), f"does not fit on {plan.device}: {first_line(error)}")
-    floor = floor_of(batch, ceilings, plan.rounds)
+    floor = floor_of(batch, ceilings, plan.how.rounds, plan.how.cold)
     measurements = []
     for contender in plan.contenders:
-        measurements.append(measure(contender, batch, expected, plan.rounds, plan.eager))
+        measurements.append(measure(contender, batch, expected, plan.how))
         _release(plan.device)
     return Row(shape, floor, tuple(measurements))
 
 
 def measure(
-    contender: Contender,
-    batch: DecodeBatch,
-    expected: Sequence[ExpectedSequence],
-    rounds: int = 7,
-    eager: bool = False,
+    contender: Contender, batch: DecodeBatch, expected: Sequence[ExpectedSequence], how: How = _PLAIN
 ) -> Measurement:
     """Times ``contender`` on ``batch`` if its result is right before and after: no number without two green checks.
 
@@ -187,32 +219,53 @@ def measure(
     if refusal is not None:
         return Measurement(contender.name, "refused", detail=refusal)
     try:
-        return _measure(contender, batch, expected, rounds, eager)
+        return _measure(contender, batch, expected, how)
     except peer_errors() as error:  # our own errors are RuntimeErrors and ValueErrors too
         return Measurement(contender.name, "failed", detail=first_line(error))
 
 
 def _measure(
-    contender: Contender, batch: DecodeBatch, expected: Sequence[ExpectedSequence], rounds: int, eager: bool
+    contender: Contender, batch: DecodeBatch, expected: Sequence[ExpectedSequence], how: How
 ) -> Measurement:
     step = contender.prepare(batch)
     lse = step.lse if isinstance(step, OurStep) else None
     before = check_result(batch, expected, step(), lse)
     if before.detail:
         return _wrong(contender, before, "")
-    if batch.device.type == "cuda":
-        captured = CapturedStep(step, batch.device)
+    device = batch.device
+    if device.type == "cuda":
+        captured = CapturedStep(step, device)
         _poison(step)
-        time, result = captured.time(rounds), captured.result
+        time, result = captured.time(how.rounds), captured.result
+        run, calls = captured.replay, REPEATS
     else:
         _poison(step)
-        time = time_step(step, batch.device, steps=wall_clock_steps(step), rounds=rounds)
+        calls = wall_clock_steps(step)
+        time, run = time_step(step, device, steps=calls, rounds=how.rounds), repeated(step, calls)
         result = step()
     after = check_result(batch, expected, result, lse)
     if after.detail:
         return _wrong(contender, after, "when repeated, ")
-    host = time_host(step, batch.device, rounds=rounds) if eager else None
-    return Measurement(contender.name, "measured", time, "", after.out_error, after.lse_error, host)
+    found = Measurement(contender.name, "measured", time, "", after.out_error, after.lse_error)
+    if isinstance(step, OurStep):
+        found = replace(found, runs_on=step.runs_on)
+    if how.cold and device.type == "cuda":
+        found = replace(found, cold=time_cold(step, device, how.rounds))
+    if how.eager:
+        host = time_host(step, device, rounds=how.rounds)
+        found = replace(found, host=host, eager=time_step(step, device, steps=20, rounds=how.rounds))
+    if how.breakdown:
+        parts = profiled_parts(run, calls, device)
+        found = replace(found, breakdown=Breakdown(parts, time.median_us))
+    return _with_plan(found, batch, step, how)
+
+
+def _with_plan(found: Measurement, batch: DecodeBatch, step: Callable[[], Tensor], how: How) -> Measurement:
+    """Last, and by itself: the decode keeps its number where its plan cannot be timed, and the detail says why."""
+    try:
+        return replace(found, plan=time_plan(found.contender, batch, step, how.rounds))
+    except peer_errors() as error:
+        return replace(found, detail=f"its plan was not timed: {first_line(error)}")
 
 
 def _poison(step: Callable[[], Tensor]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -11,7 +13,16 @@ import torch
 
 import pagedmla
 
-_PACKAGES = ("torch", "transformers", "safetensors", "triton", "vllm")
+_PACKAGES = ("torch", "transformers", "safetensors", "triton", "vllm", "flashinfer-python", "flash-mla")
+_CLOCKS = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "largest_sm_mhz": "clocks.max.sm",
+    "largest_memory_mhz": "clocks.max.mem",
+    "power_w": "power.draw",
+    "temperature_c": "temperature.gpu",
+}
+"""Our word -> nvidia-smi's."""
 
 
 def versions() -> dict[str, str | None]:
@@ -45,3 +56,43 @@ def machine_line(device: torch.device | str = "cpu") -> str:
     if torch.device(device).type == "cuda":
         line = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}; {line}"
     return line
+
+
+def clocks(device: torch.device | str) -> dict[str, float] | None:
+    """Clocks in MHz, power in watts and temperature of an NVIDIA GPU just now, by ``nvidia-smi``; None where nothing tells.
+
+    A word that it has no number for is left out.
+    """
+    device = torch.device(device)
+    tool = shutil.which("nvidia-smi")
+    if device.type != "cuda" or torch.version.cuda is None or tool is None:
+        return None
+    # torch counts the GPUs that it may see, nvidia-smi all of them: only the identifier is the same for both
+    gpus = [f"GPU-{torch.cuda.get_device_properties(device).uuid}"]
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        gpus.append(str(device.index or 0))
+    for gpu in gpus:
+        query = [
+            tool,
+            f"--query-gpu={','.join(_CLOCKS.values())}",
+            "--format=csv,noheader,nounits",
+            "-i",
+            gpu,
+        ]
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return parsed_clocks(answer)
+    return None
+
+
+def parsed_clocks(answer: str) -> dict[str, float] | None:
+    """The numbers of ``nvidia-smi``'s line, in the order that they were asked for; None when there are none."""
+    found = {}
+    for name, word in zip(_CLOCKS, answer.strip().split(","), strict=False):
+        try:
+            found[name] = float(word)
+        except ValueError:
+            continue
+    return found or None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from pagedmla.bench.batch import SOFTMAX_SCALE
 from pagedmla.bench.decode_bench import BenchResult, Measurement, Row
+from pagedmla.bench.figures import Figures
 from pagedmla.bench.graph_timing import REPEATS, WARM_UP_CALLS
+from pagedmla.bench.targets import verdicts
 from pagedmla.bench.timing import StepTime
 
 REFERENCE_PEER = "vllm_triton"
@@ -115,9 +117,25 @@ def caption(result: BenchResult) -> str:
         f"{dtype_name(ceilings.matmul_dtype)} matmul rate, {ceilings.matmul_flops_per_s / 1e12:.3g} TFLOP/s"
     )
     return (
-        f"us of one decode, median of {plan.rounds} rounds; {how}.  Floor: the larger of {memory} and its operations"
-        f" at the {matmul}; in parentheses, the floor over the time."
+        f"us of one decode, median of {plan.how.rounds} rounds; {how}.  Floor: the larger of {memory} and its operations"
+        f" at the {matmul}; in parentheses, the floor over the time.{_caption_of_extras(result)}"
     )
+
+
+def _caption_of_extras(result: BenchResult) -> str:
+    """What the words cold, host, eager and plan mean, where they stand."""
+    how, parts = result.plan.how, []
+    if how.cold:
+        parts.append("cold: with nothing of the input in L2, the difference of two graphs")
+    if how.eager:
+        parts.append(
+            "host: of an eager call, until it returns; eager: of one of many in a row, until the GPU is done"
+        )
+    if any(m.plan is not None for row in result.rows for m in row.measurements):
+        parts.append(
+            "plan: what a peer does once a step for all layers, apart from the decode and not in its time"
+        )
+    return "".join(f"  {part[0].upper()}{part[1:]}." for part in parts)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -128,15 +146,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 def document(result: BenchResult) -> dict[str, Any]:
     """The figures as JSON; every number's unit is in its key, and a ratio says of what over what."""
     plan, ceilings = result.plan, result.ceilings
-    return {
+    fields: dict[str, Any] = {
         "device": str(plan.device),
         "dtype": dtype_name(plan.dtype),
         "page_size_tokens": plan.page_size,
         "softmax_scale": SOFTMAX_SCALE,
         "how": caption(result),
-        "rounds": plan.rounds,
+        "rounds": plan.how.rounds,
         "calls_in_a_graph": REPEATS if plan.device.type == "cuda" else None,
         "warm_up_calls": WARM_UP_CALLS if plan.device.type == "cuda" else None,
+        "clocks": {"before": result.clocks_before, "after": result.clocks_after},
         "ceilings": {
             "matmul_dtype": dtype_name(ceilings.matmul_dtype),
             "matmul_tflop_per_s": ceilings.matmul_flops_per_s / 1e12,
@@ -150,6 +169,9 @@ def document(result: BenchResult) -> dict[str, Any]:
         "rows": [_row_fields(result, row) for row in result.rows],
         "summary": [_summary_fields(summarise(result, ours.name)) for ours in plan.ours],
     }
+    figures = Figures(fields)
+    fields["verdicts"] = {name: [asdict(v) for v in verdicts(figures, name)] for name in figures.ours}
+    return fields
 
 
 def _row_fields(result: BenchResult, row: Row) -> dict[str, Any]:
@@ -162,6 +184,7 @@ def _row_fields(result: BenchResult, row: Row) -> dict[str, Any]:
         "longest_tokens": max(shape.seq_lens),
         "num_heads": shape.num_heads,
         "q_len": shape.q_len,
+        "page_size_tokens": shape.page_size or result.plan.page_size,
     }
     if floor is None:
         return {**fields, "detail": row.detail}
@@ -171,6 +194,8 @@ def _row_fields(result: BenchResult, row: Row) -> dict[str, Any]:
         "read_us": floor.read_us,
         "arithmetic_us": floor.arithmetic_us,
     }
+    if floor.cold_us is not None:
+        fields |= {"floor_cold_us": floor.cold_us, "cold_read_us": floor.cold_read_us}
     found = {m.contender: _measurement_fields(m) for m in row.measurements}
     for name, measurement in found.items():
         ratio = floor_ratio(row, name)
@@ -192,8 +217,19 @@ def _measurement_fields(measurement: Measurement) -> dict[str, Any]:
         fields["detail"] = measurement.detail
     if measurement.time is not None:
         fields |= _time_fields("", measurement.time)
-    if measurement.host is not None:
-        fields |= _time_fields("host_", measurement.host)
+    for prefix in ("cold", "host", "eager"):
+        time = getattr(measurement, prefix)
+        if time is not None:
+            fields |= _time_fields(f"{prefix}_", time)
+    if measurement.plan is not None:
+        fields |= {"plan_on": measurement.plan.where, **_time_fields("plan_", measurement.plan.time)}
+    if measurement.runs_on:
+        fields["backend"] = measurement.runs_on
+    if measurement.breakdown is not None:
+        fields["breakdown"] = {
+            "between_us": measurement.breakdown.between_us,
+            "parts": [asdict(part) for part in measurement.breakdown.parts],
+        }
     for name in ("out_error", "lse_error"):
         error = getattr(measurement, name)
         if error is not None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import pagedmla
-from pagedmla.bench.batch import SOFTMAX_SCALE, expected_sequences
+from pagedmla.bench.batch import SOFTMAX_SCALE, build_batch, expected_sequences, problem_of
+from pagedmla.bench.shapes import DecodeShape
 from pagedmla.bench.verify import allowed_error, check_result
 
 from .conftest import small_batch
@@ -23,6 +24,32 @@ def test_pages_are_permuted_and_each_is_used_once() -> None:
     assert batch.seq_lens.tolist() == [131, 16, 17, 1]
     assert batch.starts(batch.num_pages_of).tolist() == [0, 9, 10, 12, 13]
     assert bool(torch.isfinite(batch.kv_cache).all())
+
+
+def test_the_page_reader_reads_a_batchs_bytes_whatever_its_pages_are() -> None:
+    same = small_batch(131, 16, page_size=64)
+    pool, pages = same.read_pages()
+    assert pool is same.kv_cache
+    assert pages.tolist() == same.live_pages().tolist()
+    for page_size in (1, 16, 128):
+        batch = small_batch(643, 16, page_size=page_size)
+        pool, pages = batch.read_pages()
+        tokens = batch.kv_cache.shape[0] * page_size
+        assert tuple(pool.shape) == (tokens // 64, 64, 576)
+        assert pool.data_ptr() == batch.kv_cache.data_ptr()
+        assert pages.dtype == torch.int32
+        assert sorted(pages.tolist()) == list(range(tokens // 64)) != pages.tolist()
+    _, none = small_batch(9, page_size=1).read_pages()
+    assert none.numel() == 0
+
+
+def test_a_shape_that_names_its_pages_has_them() -> None:
+    shape = DecodeShape("x", (5, 3), 2, page_size=1)
+    batch = build_batch(shape, 16, torch.float32, torch.device("cpu"))
+    assert tuple(batch.kv_cache.shape) == (8, 1, 576)
+    assert batch.page_size == batch.problem().page_size == 1
+    assert batch.num_pages_of == (5, 3)
+    assert problem_of(DecodeShape("y", (5,), 2), 16, torch.float32).page_size == 16
 
 
 @pytest.mark.parametrize(("seq_lens", "q_len"), [((131, 1, 16, 17), 1), ((127, 3, 4), 3), ((2,), 2)], ids=str)

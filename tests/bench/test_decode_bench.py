@@ -13,7 +13,7 @@ from pagedmla.bench import decode_bench
 from pagedmla.bench.batch import DecodeBatch, expected_sequences
 from pagedmla.bench.ceilings import Ceilings
 from pagedmla.bench.contenders import our_contenders
-from pagedmla.bench.decode_bench import BenchPlan, measure, run_bench
+from pagedmla.bench.decode_bench import BenchPlan, How, measure, run_bench
 from pagedmla.bench.ours import OurDecode
 from pagedmla.bench.shapes import named_shapes
 from pagedmla.bench.timing import StepTime, time_host
@@ -56,11 +56,14 @@ class PlantedPeer:
 
 def test_a_right_result_gets_a_time_and_its_errors() -> None:
     batch = small_batch(131, 17)
-    found = measure(OURS, batch, expected_sequences(batch), rounds=3, eager=True)
+    found = measure(OURS, batch, expected_sequences(batch), How(rounds=3, eager=True, cold=True))
     assert (found.status, found.detail) == ("measured", "")
     assert found.time is not None
     assert 0 < found.time.fastest_us <= found.time.median_us <= found.time.slowest_us
     assert found.host is not None
+    assert found.eager is not None
+    # nothing empties a CPU's caches here, and nothing is planned ahead
+    assert (found.cold, found.plan, found.breakdown, found.runs_on) == (None, None, None, "torch")
     assert found.out_error is not None
     assert 0 < found.out_error < 6e-3
     assert found.lse_error is not None
@@ -124,7 +127,7 @@ def test_what_a_contender_raises_is_its_result(error: Exception) -> None:
 def test_rows_come_one_by_one_with_every_contender() -> None:
     shapes = named_shapes(["tiny"])
     peers = (PlantedPeer(refuses="not this one"), PlantedPeer(lambda out: out + 1))
-    plan = BenchPlan(CPU, shapes, (OURS,), peers, page_size=16, rounds=1)
+    plan = BenchPlan(CPU, shapes, (OURS,), peers, page_size=16, how=How(rounds=1))
     seen = []
     result = run_bench(plan, {"gone": "not here"}, lambda result: seen.append(len(result.rows)))
     assert seen == [1, 2]
@@ -161,6 +164,54 @@ def test_the_table_decides_which_of_ours_take_part() -> None:
         our_contenders(CPU, shapes, 16, torch.bfloat16, ["cutlass"])
     with pytest.raises(InvalidArgument, match="schedule"):
         our_contenders(CPU, shapes, 16, torch.bfloat16, [], ["dynamic"])
+
+
+def test_unnamed_it_is_what_a_user_gets() -> None:
+    shapes = named_shapes(["tiny"])
+    found, refused = our_contenders(CPU, shapes, 16, torch.bfloat16)
+    assert (found, refused) == ((OurDecode(),), {})
+    found, _ = our_contenders(CPU, shapes, 16, torch.bfloat16, ["auto", "torch"])
+    assert [contender.name for contender in found] == ["pagedmla", "torch/split"]
+    assert OurDecode(schedule="split").name == "pagedmla/split"
+    with pytest.raises(Unsupported, match="persistent"):
+        our_contenders(CPU, shapes, 16, torch.bfloat16, ["auto"], ["persistent"])
+    # asked at run time as a user asks: no backend is named, and the row says which one that led to
+    batch = small_batch(131, 17)
+    step = OurDecode().prepare(batch)
+    assert (step.backend, step.schedule, step.runs_on) == (None, None, "torch")
+    assert measure(OurDecode(), batch, expected_sequences(batch)).runs_on == "torch"
+
+
+def test_a_plan_that_cannot_be_timed_costs_the_decode_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no plan today")
+
+    monkeypatch.setattr(decode_bench, "time_plan", fail)
+    batch = small_batch(17)
+    found = measure(PlantedPeer(), batch, expected_sequences(batch))
+    assert (found.status, found.plan) == ("measured", None)
+    assert "no plan today" in found.detail
+
+
+def test_the_parts_of_a_decode_are_asked_for() -> None:
+    batch = small_batch(131, 17)
+    found = measure(OURS, batch, expected_sequences(batch), How(rounds=1, breakdown=True))
+    assert found.breakdown is not None
+    assert found.time is not None
+    assert found.breakdown.decode_us == found.time.median_us
+    names = [part.name for part in found.breakdown.parts]
+    assert any("mm" in name for name in names), names
+    assert all(part.us >= 0 and part.launches > 0 for part in found.breakdown.parts)
+
+
+def test_clocks_are_read_before_the_first_row_and_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    result: list[object] = []
+    monkeypatch.setattr(decode_bench, "clocks", lambda device: {"sm_mhz": float(seen.append(0) or len(seen))})
+    plan = BenchPlan(CPU, named_shapes(["tiny"]), (OURS,), page_size=16, how=How(rounds=1))
+    found = run_bench(plan, {}, lambda part: result.append(part.clocks_after))
+    assert (found.clocks_before, found.clocks_after) == ({"sm_mhz": 1.0}, {"sm_mhz": 2.0})
+    assert result == [None, {"sm_mhz": 2.0}]
 
 
 def test_host_time_counts_every_call() -> None:

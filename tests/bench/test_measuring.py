@@ -6,12 +6,13 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from pagedmla.bench import machine, results, timing
+from pagedmla.bench import graph_timing, machine, results, timing
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -45,6 +46,49 @@ def test_a_result_names_machine_versions_and_command_but_no_folder(
     assert found["machine"] == machine.machine_line()
     assert found["versions"]["torch"] == torch.__version__
     assert str(tmp_path) not in json.dumps(found)
+
+
+def test_clocks_are_read_by_name_and_what_is_no_number_is_left_out() -> None:
+    assert machine.parsed_clocks("1980, 3201, 1980, 3201, 118.42, 31\n") == {
+        "sm_mhz": 1980.0,
+        "memory_mhz": 3201.0,
+        "largest_sm_mhz": 1980.0,
+        "largest_memory_mhz": 3201.0,
+        "power_w": 118.42,
+        "temperature_c": 31.0,
+    }
+    assert machine.parsed_clocks("345, 2619, 1980, 3201, [N/A], [N/A]") == {
+        "sm_mhz": 345.0,
+        "memory_mhz": 2619.0,
+        "largest_sm_mhz": 1980.0,
+        "largest_memory_mhz": 3201.0,
+    }
+    assert machine.parsed_clocks("No devices were found") is None
+    assert machine.clocks("cpu") is None
+
+
+def test_a_cold_time_is_what_the_reading_before_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = []
+
+    class Captured:
+        def __init__(self, step: Any, device: torch.device, before: Any = None) -> None:
+            captured.append((step, before))
+            self.us = 40.0 if before is None else 52.5
+
+        def time(self, rounds: int) -> timing.StepTime:
+            assert rounds == 1
+            self.us += 1 if len(captured) == 2 else 0
+            return timing.StepTime.of([self.us])
+
+    monkeypatch.setattr(graph_timing, "CapturedStep", Captured)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=48 << 20)
+    )
+    step = torch.ones(1).clone
+    found = graph_timing.time_cold(step, torch.device("cpu"), rounds=3)
+    assert found == timing.StepTime(12.5, 12.5, 12.5)
+    (timed, flush), (alone, nothing) = captured
+    assert (timed, alone, nothing) == (step, flush, None)
 
 
 def test_the_metadata_benchmark_refuses_to_time_values_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:

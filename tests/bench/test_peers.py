@@ -22,9 +22,11 @@ from pagedmla.bench.batch import SOFTMAX_SCALE, DecodeBatch, expected_sequences
 from pagedmla.bench.contenders import load_peers
 from pagedmla.bench.peers import PEER_NAMES, make_peer
 from pagedmla.bench.peers.peer import AdapterPeer, call_of
+from pagedmla.bench.peers.planning import flash_mla_that_plans, time_plan
 from pagedmla.bench.verify import check_result
 from pagedmla.conformance.adapters import limits
 from pagedmla.conformance.adapters.adapter import PreparedCall
+from pagedmla.conformance.adapters.flashinfer import _plan_arguments
 from pagedmla.conformance.adapters.ours import Ours
 from pagedmla.contract.errors import InvalidArgument
 from pagedmla.contract.target import Target
@@ -275,6 +277,107 @@ def test_a_peer_is_asked_for_no_lse_and_gives_out_alone() -> None:
     assert adapter.asked == {"return_lse": False}
     eight_bits = dataclasses.replace(batch, q=batch.q.to(torch.float8_e4m3fn))
     assert peer.supports(eight_bits) is not None
+
+
+MODULE = """
+import pagedmla
+def right(q, kv_cache, block_table, seq_lens, *, softmax_scale):
+    out, lse = pagedmla.reference.decode(q, kv_cache, block_table, seq_lens, softmax_scale=softmax_scale)
+    return out.to(q.dtype), lse
+number = 3
+"""
+
+
+def test_a_function_of_somebodys_own_is_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_peer_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded, absent = load_peers(["a_peer_of_mine:right"], None)
+    assert absent == {}
+    assert loaded[0].name == "a_peer_of_mine:right"
+    batch = small_batch(131, 7)
+    assert loaded[0].supports(batch) is None
+    # it has no return_lse, and is asked for none
+    assert_right(batch, loaded[0].prepare(batch)())
+    for name in ("a_peer_of_mine:number", "a_peer_of_mine:nothing", "a_module_that_nobody_has:x"):
+        with pytest.raises(InvalidArgument, match=r"^peers: wanted"):
+            make_peer(name)
+
+
+DEEPSEEKS = """
+import torch
+__version__ = "1.2"
+def get_mla_metadata(*arguments):
+    return torch.zeros(1), torch.zeros(1)
+def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, metadata, splits, softmax_scale, causal):
+    import pagedmla
+    out, _ = pagedmla.reference.decode(
+        q.flatten(0, 1), k_cache[:, :, 0], block_table, cache_seqlens, softmax_scale=softmax_scale, causal=causal)
+    return out.to(q.dtype).view(*q.shape[:3], 512), torch.zeros(len(q), q.shape[2], q.shape[1])
+"""
+
+
+def test_deepseeks_own_package_is_flash_mla_where_vllms_build_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    (tmp_path / "flash_mla.py").write_text(DEEPSEEKS)
+    loaded, absent = load_peers(["flash_mla"], tmp_path)
+    assert absent == {}
+    assert (loaded[0].name, loaded[0].version) == ("flash_mla", "flash_mla 1.2")
+    batch = small_batch(131, 7, page_size=64)
+    assert_right(batch, loaded[0].prepare(batch)())
+
+
+def test_flashinfers_plan_is_timed_alone_and_like_for_like(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Wrapper:
+        def __init__(self, workspace: Tensor, backend: str) -> None:
+            assert backend == "fa3"
+
+        def plan(self, *arguments: object) -> None:
+            seen.append(arguments)
+
+    monkeypatch.setitem(
+        sys.modules,
+        "flashinfer.mla",
+        SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrapper),  # type: ignore[arg-type]
+    )
+    batch = small_batch(131, 7, 33, q_len=2)
+    found = time_plan("flashinfer_fa3", batch, lambda: batch.q, rounds=2)
+    assert found is not None
+    assert found.where == "host"
+    assert found.time.fastest_us > 0
+    assert len(seen) == 3 * (2 + 1)
+    # the same arguments as the adapter's, which the decode that is timed was planned with
+    expected = _plan_arguments(call_of(batch))
+    assert len(seen[0]) == len(expected)
+    for given, wanted in zip(seen[0], expected, strict=True):
+        assert torch.equal(given, wanted) if isinstance(wanted, Tensor) else given == wanted
+
+
+def test_flash_mla_that_plans_is_given_no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def dense_decode_fwd(*arguments: object) -> tuple[Tensor, None, None, None]:
+        calls.append(arguments)
+        return torch.zeros(2, 1, 3, 512), None, None, None
+
+    monkeypatch.setattr(torch.ops._flashmla_C, "dense_decode_fwd", dense_decode_fwd, raising=False)
+    batch = small_batch(131, 7, page_size=64)
+    assert flash_mla_that_plans(batch)().shape == (2, 1, 3, 512)
+    assert calls[0][-3:] == (None, None, None)
+    assert calls[0][2] == 512
+
+
+@pytest.mark.parametrize("name", ["fa3", "vllm_triton", "pagedmla", "flash_mla"])
+def test_who_plans_nothing_ahead_has_no_plan(name: str) -> None:
+    batch = small_batch(7, page_size=64)
+    assert time_plan(name, batch, lambda: batch.q) is None
 
 
 @pytest.mark.parametrize("name", PEER_NAMES)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from pagedmla.bench.breakdown import Breakdown, Part
 from pagedmla.bench.ceilings import Ceilings, Floor, why_pages_unread
-from pagedmla.bench.decode_bench import BenchPlan, BenchResult, Measurement, Row
+from pagedmla.bench.decode_bench import BenchPlan, BenchResult, How, Measurement, Row
 from pagedmla.bench.ours import OurDecode
+from pagedmla.bench.peers.planning import PlanTime
 from pagedmla.bench.report import (
     caption,
     document,
@@ -119,6 +122,48 @@ def test_the_document_says_the_same_and_is_json() -> None:
     assert found["summary"][0]["mean_best_peer_time_over_ours"] == pytest.approx(2.0)
 
 
+def test_what_was_measured_besides_is_in_the_document() -> None:
+    full = result()
+    time = StepTime(1.0, 2.0, 3.0)
+    parts = (Part("kernel<64>(int)", 1.0, 12.0), Part("merge", 2.0, 5.0))
+    found = replace(
+        full.rows[0].measurements[0],
+        runs_on="triton",
+        cold=time,
+        eager=time,
+        host=time,
+        plan=PlanTime(time, "host"),
+        breakdown=Breakdown(parts, 20.0),
+    )
+    row = replace(full.rows[0], floor=Floor(10, 4, 11), measurements=(found, *full.rows[0].measurements[1:]))
+    full.rows[0] = row
+    full.clocks_before = {"sm_mhz": 1980.0}
+    written = json.loads(json.dumps(document(full), allow_nan=False))
+    assert written["clocks"] == {"before": {"sm_mhz": 1980.0}, "after": None}
+    first = written["rows"][0]
+    assert (first["floor_us"], first["floor_cold_us"], first["cold_read_us"]) == (10, 11, 11)
+    assert first["page_size_tokens"] == 64
+    ours = first["contenders"]["torch/split"]
+    for prefix in ("cold", "eager", "host", "plan"):
+        assert [ours[f"{prefix}_{word}us"] for word in ("fastest_", "", "slowest_")] == [1.0, 2.0, 3.0]
+    assert (ours["plan_on"], ours["backend"]) == ("host", "triton")
+    assert ours["breakdown"]["between_us"] == 3.0
+    assert ours["breakdown"]["parts"][0] == {"name": "kernel<64>(int)", "launches": 1.0, "us": 12.0}
+    assert "floor_cold_us" not in written["rows"][1]
+
+
+def test_the_caption_explains_the_words_of_the_run() -> None:
+    run = result()
+    assert "Plan: " not in caption(run)
+    planned = replace(run.rows[0].measurements[2], plan=PlanTime(StepTime(1.0, 2.0, 3.0), "host"))
+    run.rows[0] = replace(run.rows[0], measurements=(*run.rows[0].measurements[:2], planned))
+    assert "Plan: what a peer does once a step" in caption(run)
+    assert "nothing of the input in L2" not in caption(run)
+    run.plan = replace(run.plan, how=How(cold=True, eager=True))
+    assert "Cold: with nothing of the input in L2" in caption(run)
+    assert "Host: of an eager call" in caption(run)
+
+
 def test_a_result_that_is_cut_short_says_so() -> None:
     cut = result()
     cut.rows.pop()
@@ -132,10 +177,9 @@ def test_the_caption_says_which_memory_limit_it_is() -> None:
     assert "reading its pages into shared memory and nothing else" in caption(other)
 
 
-def test_pages_are_read_on_hopper_with_16_bits_and_page_64_alone() -> None:
+def test_pages_are_read_on_hopper_with_16_bits_alone() -> None:
     hopper, other = Target("nvidia", "sm_90", 132, 232448), Target("amd", "gfx942", 304, 65536)
-    assert why_pages_unread(hopper, torch.bfloat16, 64) == ""
-    assert why_pages_unread(hopper, torch.float16, 64) == ""
-    assert "gfx942" in why_pages_unread(other, torch.bfloat16, 64)
-    assert "of 32 of 16" in why_pages_unread(hopper, torch.bfloat16, 32)
-    assert "of 64 of 32" in why_pages_unread(hopper, torch.float32, 64)
+    assert why_pages_unread(hopper, torch.bfloat16) == ""
+    assert why_pages_unread(hopper, torch.float16) == ""
+    assert "gfx942" in why_pages_unread(other, torch.bfloat16)
+    assert "not of 32" in why_pages_unread(hopper, torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,85 @@ def test_peers_none_asks_for_none(tmp_path: Path) -> None:
     _, found, _ = bench_json(tmp_path, "--peers", "none", "-k", "B2")
     assert not set(found["absent"]) & set(PEER_NAMES)
     assert [row["shape"] for row in found["rows"]] == ["B2 S65 H4 q2"]
+
+
+def test_a_function_named_as_a_peer_takes_part(tmp_path: Path) -> None:
+    status, found, printed = bench_json(tmp_path, "--peers", "pagedmla:decode", "-k", "B3")
+    assert status == 0
+    (row,) = found["rows"]
+    assert row["contenders"]["pagedmla:decode"]["status"] == "measured"
+    assert row["contenders"]["torch/split"]["best_peer"] == "pagedmla:decode"
+    assert "x best" in printed
+    # a run on a CPU is not held against targets of a GPU
+    assert found["verdicts"] == {"torch/split": []}
+    assert "targets" not in printed
+
+
+def test_the_parts_of_a_decode_are_printed_and_kept(tmp_path: Path) -> None:
+    _, found, printed = bench_json(tmp_path, "--peers", "none", "-k", "B3", "--breakdown", "--cold")
+    assert found["command"].endswith("--filter B3 --backend torch --peers none --rounds 2 --cold --breakdown")
+    parts = found["rows"][0]["contenders"]["torch/split"]["breakdown"]["parts"]
+    assert parts == sorted(parts, key=lambda part: -part["us"])
+    assert f"x  {parts[0]['name']}" in printed
+    assert "between the kernels" in printed
+
+
+def test_unnamed_the_contender_is_what_a_user_gets(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    result = run_cli(
+        "bench",
+        "--device",
+        "cpu",
+        "--shapes",
+        "tiny",
+        "--rounds",
+        "1",
+        "--peers",
+        "none",
+        "--json",
+        str(file),
+    )
+    assert result.exit_code == 0
+    found = json.loads(file.read_text())
+    assert list(found["contenders"]) == ["pagedmla"]
+    assert {row["contenders"]["pagedmla"]["backend"] for row in found["rows"]} == {"torch"}
+    assert "by torch" in result.stdout
+
+
+def test_verdicts_are_printed_for_a_missed_and_a_met_target_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from pagedmla.cli.bench_print import print_verdicts
+
+    fields = {"what": "B1 S4096 H16", "got": "8.9 us", "limit": "9 us"}
+    found = [{**fields, "met": True}, {**fields, "got": "9.3 us", "met": False}]
+    print_verdicts(Console(width=200), {"verdicts": {"pagedmla": found, "other": []}})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        "  B1 S4096 H16: 8.9 us, limit 9 us: met",
+        "  B1 S4096 H16: 9.3 us, limit 9 us: missed",
+    ]
+    assert "pagedmla" in lines[0]
+
+
+def test_plotting_measures_nothing_and_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_bench, "run_bench", None)
+    monkeypatch.delitem(sys.modules, "pagedmla.bench.plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    file = tmp_path / "x.json"
+    file.write_text("[]")
+    assert "pip install 'pagedmla[plot]'" in error_line(run_cli("bench", "--plot", str(file)))
+
+
+@pytest.mark.parametrize("text", ["[]", "no json", '{"rows": []}'])
+def test_a_file_of_something_else_is_not_drawn(tmp_path: Path, text: str) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    assert "has no figures of pagedmla bench" in error_line(run_cli("bench", "--plot", str(file)))
 
 
 def test_a_wrong_result_gets_no_number_and_exit_status_1(

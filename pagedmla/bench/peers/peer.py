@@ -10,14 +10,14 @@ from torch import Tensor
 
 from pagedmla.bench.batch import SOFTMAX_SCALE, DecodeBatch
 from pagedmla.bench.shapes import KV_LORA_RANK
-from pagedmla.conformance.adapters.adapter import Adapter
+from pagedmla.conformance.adapters.adapter import Adapter, Options
 from pagedmla.conformance.adapters.software import first_line, peer_errors
 from pagedmla.conformance.builder import Call
 from pagedmla.conformance.spec import DTYPES, BatchSpec
 
-__all__ = ["AdapterPeer", "Peer", "call_of", "first_line", "peer_errors"]
+__all__ = ["WITHOUT_LSE", "AdapterPeer", "Peer", "call_of", "first_line", "peer_errors"]
 
-_OPTIONS = {"return_lse": False}
+WITHOUT_LSE: Options = {"return_lse": False}
 """An engine's decode step has no use for lse; what it costs to bring it into our shape is not the peer's time."""
 
 
@@ -51,13 +51,20 @@ class Peer(Protocol):
 class AdapterPeer:
     """An implementation, as the conformance kit calls it."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
+    def __init__(
+        self, adapter: Adapter, other: Adapter | None = None, options: Options = WITHOUT_LSE
+    ) -> None:
+        """Args:
+        adapter: how it is called.
+        other: how it is called where ``adapter`` does not load: the same kernels as another project ships them.
+        options: what ``prepare`` of the adapter is asked.
+        """
+        self._name, self._adapter, self._other, self._options = adapter.name, adapter, other, options
 
     @property
     def name(self) -> str:
-        """The adapter's."""
-        return self._adapter.name
+        """The adapter's, the first one's where there are two."""
+        return self._name
 
     @property
     def version(self) -> str:
@@ -66,15 +73,22 @@ class AdapterPeer:
 
     def load(self, folder: Path | None) -> str | None:
         """See ``Peer``."""
-        return self._adapter.load(folder)
+        reason = self._adapter.load(folder)
+        if reason is None or self._other is None:
+            return reason
+        other_reason = self._other.load(folder)
+        if other_reason is None:
+            self._adapter = self._other
+            return None
+        return f"{reason}; {other_reason}"
 
     def supports(self, batch: DecodeBatch) -> str | None:
         """See ``Peer``."""
-        return self._adapter.refuses(_spec_of(batch), _OPTIONS, batch.device)
+        return self._adapter.refuses(_spec_of(batch), self._options, batch.device)
 
     def prepare(self, batch: DecodeBatch) -> Callable[[], Tensor]:
         """See ``Peer``."""
-        prepared = self._adapter.prepare(call_of(batch), _OPTIONS)
+        prepared = self._adapter.prepare(call_of(batch), self._options)
         return lambda: prepared.run()[0]
 
 
