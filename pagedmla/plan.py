@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import count
+from operator import is_not
+from typing import Any
+
 import torch
 
 from pagedmla.contract.arguments import Scale
@@ -12,7 +16,12 @@ from pagedmla.contract.support import choose_backend
 from pagedmla.contract.target import Target
 from pagedmla.decode import Query, decode
 from pagedmla.dispatch import workspace_bytes
+from pagedmla.kernels.repeat import MEMO, Call, identify, is_plain
+from pagedmla.ops import call_of
 from pagedmla.paging.metadata import DecodeMetadata
+
+_NUMBERS = count()
+"""Tells plans from each other."""
 
 
 class DecodePlan:
@@ -64,6 +73,8 @@ class DecodePlan:
         num_bytes = workspace_bytes(problem, bounds, target, backend)
         self.workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._even_tokens = 0
+        self._number = next(_NUMBERS)
+        self._buffers: tuple[torch.Tensor, ...] = ()
 
     def update(
         self, block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None
@@ -108,15 +119,21 @@ class DecodePlan:
             PlanMismatch: heads, dims, dtype, layout, page size or device differ from the plan's, or a capacity is exceeded.
             InvalidArgument: what ``pagedmla.decode`` would refuse.
         """
+        call = None
+        # as in decode(): a step that was made before goes the short way.  Scales are rare, and decode() knows them too
+        if q_scale is None and kv_scale is None and not torch.compiler.is_compiling() and is_plain():
+            call = self._call(q, kv_cache, out, lse)
+            if call is not None and (made := MEMO.again(call, out, lse)) is not None:
+                return made
         self._check_run(q, kv_cache)
-        problem = self.problem
-        return decode(
+        problem, metadata = self.problem, self.metadata
+        made = decode(
             q,
             kv_cache,
-            self.metadata.block_table,
-            self.metadata.seq_lens,
+            metadata.block_table,
+            metadata.seq_lens,
             softmax_scale=problem.softmax_scale,
-            cu_seqlens_q=self.metadata.cu_seqlens_q,
+            cu_seqlens_q=metadata.cu_seqlens_q,
             causal=problem.causal,
             kv_lora_rank=problem.kv_lora_rank,
             q_scale=q_scale,
@@ -130,6 +147,41 @@ class DecodePlan:
             workspace=self.workspace,
             max_q_len=problem.max_q_len,
         )
+        if call is not None:
+            self._remember(call, q, kv_cache, (None, None) if out is None and lse is None else made)
+        return made
+
+    def _remember(
+        self,
+        call: Call,
+        q: Query,
+        kv_cache: torch.Tensor,
+        outputs: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        """Lets a run lead to what the operator remembers of it."""
+        problem, metadata = self.problem, self.metadata
+        same = call_of(
+            (
+                *(q if isinstance(q, tuple) else (q, None)), kv_cache,
+                metadata.block_table, metadata.seq_lens, metadata.cu_seqlens_q,
+                float(problem.softmax_scale), problem.causal, problem.kv_lora_rank, None, None, None, None,
+                self._named_backend, problem.schedule, problem.num_kv_splits, problem.batch_invariant,
+                self.workspace, problem.max_q_len, False,
+            ),
+            *outputs,
+        )  # fmt: skip
+        if same is not None:
+            MEMO.also(call, same, kept=same.addresses[len(call.addresses) :])
+
+    def _call(self, q: Any, kv_cache: Any, out: torch.Tensor | None, lse: torch.Tensor | None) -> Call | None:
+        """What tells a run from others: the plan's own buffers and options stay, and its number stands for them."""
+        metadata = self.metadata
+        buffers = (metadata.block_table, metadata.seq_lens, metadata.cu_seqlens_q, self.workspace)
+        if not self._buffers or any(map(is_not, buffers, self._buffers)):
+            # somebody gave it others, as one workspace for several plans
+            self._number, self._buffers = next(_NUMBERS), buffers
+        q_latent, q_pe = q if type(q) is tuple and len(q) == 2 else (q, None)
+        return identify((q_latent, q_pe, kv_cache, out, lse), (self._number, self._even_tokens))
 
     def _check_run(self, q: Query, kv_cache: torch.Tensor) -> None:
         parts = list(q) if isinstance(q, (tuple, list)) and len(q) == 2 else [q]

@@ -130,8 +130,10 @@ def roofline_figure(figures: Figures, names: Sequence[str]) -> Figure:
     words = f"reading pages, {bytes_roof:.2f} TB/s"
     axes.text(at * 0.95, at * bytes_roof * 1.03, words, fontsize=9, ha="right", va="bottom")
     if best:
+        intensities, rates = zip(*best, strict=True)
         axes.scatter(
-            *zip(*best, strict=True),
+            intensities,
+            rates,
             s=42,
             facecolors="none",
             edgecolors="#0072b2",

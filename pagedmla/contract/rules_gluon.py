@@ -18,8 +18,9 @@ _DTYPE_PAIRS = ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
 _RANK, _ROPE = 512, 64
 # tokens of a block that is copied at once, from one page
 _BLOCK = 64
-# rows of the Triton backend's smaller tile
-_FEW_ROWS = 16
+FEW_ROWS = 16
+"""Rows (heads times query tokens) of a sequence up to which nothing runs but the kernel for few rows."""
+
 # 226.5 KiB: what the compiler says of any variant, at most (tests/kernels/gluon/test_offline.py); of the 227 KiB of all Hoppers
 _SHARED_BYTES = 231_936
 
@@ -78,13 +79,15 @@ def _page_size(problem: DecodeProblem, target: Target) -> Answer | None:
     return "page_size", "kv_cache", wanted, str(problem.page_size)
 
 
-def _rows(problem: DecodeProblem, target: Target) -> Answer | None:
+def _few_rows_in_splits(problem: DecodeProblem, target: Target) -> Answer | None:
     rows = problem.num_heads * problem.max_q_len
-    if rows > _FEW_ROWS:
+    if rows > FEW_ROWS or (problem.schedule != "split" and problem.num_kv_splits is None):
         return None
-    wanted = f"more than {_FEW_ROWS} rows (heads times query tokens) a sequence: a row tile has 64, and triton one of 16"
-    got = f"{rows} (num_heads {problem.num_heads}, max_q_len {problem.max_q_len})"
-    return "num_rows", "q", wanted, got
+    given = f"for {rows} rows (num_heads {problem.num_heads}, max_q_len {problem.max_q_len})"
+    where = f"with up to {FEW_ROWS} rows (heads times query tokens) a sequence: their kernel cuts keys into equal shares"
+    if problem.num_kv_splits is not None:
+        return "num_kv_splits", "num_kv_splits", f"None {where}", f"{problem.num_kv_splits} {given}"
+    return "schedule", "schedule", f"None or 'persistent' {where}", f"'split' {given}"
 
 
 def _batch_invariant(problem: DecodeProblem, target: Target) -> Answer | None:
@@ -103,7 +106,7 @@ RULES: tuple[Rule, ...] = (
     _dtypes,
     _head_dims,
     _page_size,
-    _rows,
+    _few_rows_in_splits,
     _batch_invariant,
     equal_shares,
     most_splits,

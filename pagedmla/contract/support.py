@@ -75,7 +75,7 @@ class BackendSupport:
 BACKENDS: dict[str, BackendSupport] = {
     "gluon": BackendSupport(
         "gluon",
-        "NVIDIA Hopper's own matrix and copy instructions, for more than 16 rows a sequence",
+        "NVIDIA Hopper's own matrix and copy instructions",
         rules_gluon.RULES,
         # whoever asks there for the best backend need not read of Hopper in the refusals
         named_only_on=("cpu", "amd"),

@@ -17,6 +17,7 @@ from pagedmla.contract.errors import InvalidArgument, Unsupported
 from pagedmla.contract.problem import BatchBounds, DecodeProblem
 from pagedmla.contract.support import Refusal
 from pagedmla.contract.target import Target
+from pagedmla.kernels.repeat import Repeatable
 
 MODULES: dict[str, str] = {
     "gluon": "pagedmla.kernels.gluon",
@@ -30,8 +31,8 @@ class Backend(Protocol):
 
     def decode(
         self, args: DecodeArguments, problem: DecodeProblem, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
-        """Writes every row of ``out`` and ``lse``."""
+    ) -> Repeatable | None:
+        """Writes every row of ``out`` and ``lse``; returns what that took on the device, where it can be repeated."""
 
     def workspace_size(self, problem: DecodeProblem, bounds: BatchBounds, target: Target) -> int:
         """Bytes of workspace that calls within ``bounds`` use on ``target``."""

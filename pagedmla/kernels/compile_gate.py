@@ -20,6 +20,7 @@ from pagedmla.contract.target import Target
 
 KERNEL_NAMES = (
     "decode",
+    "few_heads",
     "many_heads",
     "merge_partials",
     "plan_persistent",
@@ -29,12 +30,13 @@ KERNEL_NAMES = (
     "compact",
     "merge_states",
 )
-"""All that the backends of BACKENDS launch; the keys of their ``offline.KERNELS``.  ``many_heads`` is the Gluon backend's."""
+"""All that the backends of BACKENDS launch; the keys of their ``offline.KERNELS``.  ``few_heads`` and ``many_heads`` are of the
+Gluon backend alone."""
 
 BACKENDS = ("triton", "gluon")
 """Backends with modules ``variants`` and ``offline``; a target that one of them does not take asks it for no variant."""
 
-_SLOWEST = ("many_heads", "decode")
+_SLOWEST = ("many_heads", "few_heads", "decode")
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ CAUSAL_END_BLOCK_N = 32
 
 # Tuned values: for each family of targets, (most rows of a sequence, config); the first that has room is taken.
 TRITON_DECODE_CONFIGS: dict[str, tuple[tuple[int, TritonDecodeConfig], ...]] = {
-    # Measured on one H200 (docs/benchmarks.md).  16 rows: three KV tiles in flight in one program a multiprocessor beat two
+    # Measured on one H200 (docs/performance.md).  16 rows: three KV tiles in flight in one program a multiprocessor beat two
     # tiles each in two programs.  64 rows, the least that the warpgroup instruction takes: accumulators are half the
     # registers of 8 warps, the query takes 72 KiB of shared memory, two KV tiles the rest.  17 to 32 rows are faster in it,
     # half empty, than in tiles of 32 rows, which only the older instruction takes (132 us against 146 at B64 S4096 H32).
@@ -244,6 +244,34 @@ class GluonDecodeConfig:
 # KiB in all, so there is one program a multiprocessor and no third block.  Each warpgroup has the 64 x 256 accumulators of one
 # half of the values, 128 registers of the 216 that are left when the loading warp keeps 40.
 GLUON_DECODE_CONFIG = GluonDecodeConfig()
+
+
+@dataclass(frozen=True)
+class GluonFewHeadsConfig:
+    """Tile sizes of the Gluon kernel for few rows a sequence, which plans and merges by itself.
+
+    Attributes:
+        block_rows: rows (query token, head) of a row tile: the first that holds a sequence's is taken.
+        block_n: tokens of a KV tile: what one warpgroup has on the matrix unit's M side.
+        num_warps: warps of the warpgroup that computes.
+        loader_registers: that a thread of the warp that loads may use.
+        small_scan, large_scan: sequences that are looked at at a time, where there are fewer than the first, and otherwise.
+        most_programs: of a launch; each has a flag for every other one.
+    """
+
+    block_rows: tuple[int, ...] = (16,)
+    block_n: int = 64
+    num_warps: int = 4
+    loader_registers: int = 40
+    small_scan: int = 32
+    large_scan: int = 256
+    most_programs: int = 256
+
+
+# Two KV tiles of 64 tokens take 144 KiB of shared memory, so there is one program a multiprocessor: all of a launch are
+# resident, which a kernel whose programs wait for each other must be sure of.  The kernel takes 32 rows, too, and was slower
+# with them than the kernel for many rows: 299 us against 236 at B128 S4096 H16 with 2 query tokens (one H200).
+GLUON_FEW_HEADS_CONFIG = GluonFewHeadsConfig()
 
 
 # architectures that run with another one's row: the same matrix instructions, and at least its shared memory

@@ -7,19 +7,23 @@ from typing import Any
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagedmla.contract.target import Target
+from pagedmla.kernels.gluon.few_heads.kernel import decode_few_heads
 from pagedmla.kernels.gluon.layouts import TILE
 from pagedmla.kernels.gluon.many_heads import decode_many_heads
-from pagedmla.kernels.gluon.tensors import BLOCK_ROWS
-from pagedmla.kernels.gluon.variants import DESCRIPTORS
+from pagedmla.kernels.gluon.variants import descriptors
 from pagedmla.kernels.split_kv import offline
 from pagedmla.kernels.split_kv.resources import Resources
 from pagedmla.kernels.split_kv.variants import Variant
 
-KERNELS: dict[str, Any] = {"many_heads": decode_many_heads, **offline.PLAN_KERNELS}
+KERNELS: dict[str, Any] = {
+    "few_heads": decode_few_heads,
+    "many_heads": decode_many_heads,
+    **offline.PLAN_KERNELS,
+}
 
 MOST_SPILLED_BYTES = 384
-"""Of a thread of the decode kernel.  The one that was measured keeps 328 bytes in memory, few of which its loop over whole
-pairs uses; a compiler that spills much more has lost the accumulators."""
+"""Of a thread of a decode kernel.  Those that were measured keep up to 352 bytes in memory (many heads) and 168 (few), few of
+which are touched in the loop over KV tiles; a compiler that spills much more has lost the accumulators."""
 
 
 def compile_variant(variant: Variant, target: Target) -> tuple[Resources, Any]:
@@ -34,8 +38,8 @@ def compile_variant(variant: Variant, target: Target) -> tuple[Resources, Any]:
         return offline.compile_source(offline.source_of(kernel, variant), variant, target)
     dtype = dict(variant.pointers)["out"]
     types = {
-        name: f"tensordesc<{dtype}[{BLOCK_ROWS}, {columns}],{TILE!r}>"
-        for name, columns in DESCRIPTORS.items()
+        name: f"tensordesc<{dtype}[{rows}, {columns}],{TILE!r}>"
+        for name, (rows, columns) in descriptors(variant).items()
     }
     source = offline.source_of(kernel, variant, types, GluonASTSource)
     return offline.compile_source(source, variant, target)

@@ -14,10 +14,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pagedmla.contract.arguments import DecodeArguments
 from pagedmla.contract.support import Refusal
+from pagedmla.kernels.gluon.choice import refuses_count
 from pagedmla.kernels.gluon.layouts import TILE
 
 BLOCK_ROWS = 64
-"""Rows of what is copied at once, of queries and of keys."""
+"""Rows of what is copied at once, of keys and of many heads' queries."""
 
 _ALIGNMENT = 16
 _MOST_ROWS = 2**31 - 1
@@ -38,10 +39,10 @@ class Rows(NamedTuple):
     width: int
     stride: int
 
-    def descriptor(self, columns: int) -> TensorDescriptor:
-        """For copies of [BLOCK_ROWS, columns]."""
+    def descriptor(self, columns: int, rows: int = BLOCK_ROWS) -> TensorDescriptor:
+        """For copies of [rows, columns]."""
         shape, strides = [self.num_rows, self.width], [self.stride, 1]
-        return TensorDescriptor(self.base, shape, strides, [BLOCK_ROWS, columns], TILE)
+        return TensorDescriptor(self.base, shape, strides, [rows, columns], TILE)
 
 
 class QueryRows(NamedTuple):
@@ -137,7 +138,7 @@ def cache_rows(kv_cache: Tensor) -> tuple[Rows, int]:
 
 
 def refuses_tensors(args: DecodeArguments) -> Refusal | None:
-    """Why the kernel cannot read this call's cache though the problem is its own, or None.  Looks at strides and addresses."""
+    """Why no kernel takes this call though the problem is its own, or None.  Looks at sizes, strides and addresses."""
     num_pages, _, width = args.kv_cache.shape
     if num_pages == 0:
         return None
@@ -153,4 +154,4 @@ def refuses_tensors(args: DecodeArguments) -> Refusal | None:
     if num_rows > _MOST_ROWS:
         wanted = f"at most {_MOST_ROWS} tokens from the first to the last, those of other layers between them included"
         return Refusal("gluon", "num_rows", "kv_cache", wanted, str(num_rows))
-    return None
+    return refuses_count(args)

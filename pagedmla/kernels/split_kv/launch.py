@@ -12,6 +12,7 @@ from pagedmla.contract.problem import BatchBounds, DecodeProblem
 from pagedmla.contract.rules_triton import padded
 from pagedmla.contract.target import Target
 from pagedmla.kernels.policy import TileConfig, TritonMergeConfig, triton_merge_config
+from pagedmla.kernels.split_kv.direct import Launch, launch
 from pagedmla.kernels.split_kv.grid import DecodeGrid, decode_grid, largest_grid, most_units
 from pagedmla.kernels.split_kv.merge import merge_partials_kernel
 from pagedmla.kernels.split_kv.schedule import plan_persistent_kernel, plan_split_kernel
@@ -115,7 +116,7 @@ def _layout(problem: DecodeProblem, config: TileConfig, grid: DecodeGrid, num_to
     )
 
 
-def launch_plan(step: Step, parts: Workspace) -> None:
+def launch_plan(step: Step, parts: Workspace) -> Launch:
     """Notes down who attends to what.  Launched on the current device, as everything of Triton's is."""
     args, grid, starts = step.args, step.grid, step.query_starts
     batch = (
@@ -125,27 +126,29 @@ def launch_plan(step: Step, parts: Workspace) -> None:
     places = (parts.segments, parts.shares, parts.row_pieces)
     constants = plan_constants(step.config, step.ragged)
     if grid.persistent:
+        kernel, programs = plan_persistent_kernel, grid.programs
         sizes = (grid.num_lanes, grid.segments // grid.num_lanes)
-        plan_persistent_kernel[(grid.programs,)](*places, *sizes, *batch, **constants, num_warps=PLAN_WARPS)
     else:
+        kernel, programs = plan_split_kernel, grid.units
         sizes = (grid.num_splits, grid.tiles_per_split)
-        plan_split_kernel[(grid.units,)](*places, *sizes, *batch, **constants, num_warps=PLAN_WARPS)
+    return launch(kernel, (programs,), (*places, *sizes, *batch), constants, num_warps=PLAN_WARPS)
 
 
-def launch_merge(step: Step, parts: Workspace, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch_merge(step: Step, parts: Workspace, out: torch.Tensor, lse: torch.Tensor) -> list[Launch]:
     """Unites the partial states, where there can be any."""
     grid, layout = step.grid, step.layout
     if not grid.slots:
-        return
+        return []
     merge = triton_merge_config(step.problem, step.target, layout.num_rows)
     programs = (-(-layout.num_rows // merge.block_rows), layout.columns // merge.block_columns)
-    merge_partials_kernel[programs](
+    arguments = (
         parts.partial_out, parts.partial_lse, parts.row_pieces, out, lse,
         layout.num_rows, step.args.num_heads, layout.places,
         out.stride(0), out.stride(1), lse.stride(0), lse.stride(1),
-        **merge_constants(step.problem, step.config, merge, grid.persistent), num_warps=merge.num_warps,
-        **overlapped_launch(step.config),
     )  # fmt: skip
+    constants = merge_constants(step.problem, step.config, merge, grid.persistent)
+    options = {"num_warps": merge.num_warps, **overlapped_launch(step.config)}
+    return [launch(merge_partials_kernel, programs, arguments, constants, **options)]
 
 
 def overlapped_launch(config: TileConfig) -> dict[str, bool]:

@@ -21,13 +21,19 @@ _SEGMENT_BYTES = 8 * 4  # the fields of schedule.py, i32
 
 
 class Workspace(NamedTuple):
-    """Parts of a workspace."""
+    """Parts of a workspace, and the ``memory`` that they are of."""
 
+    memory: torch.Tensor
     shares: torch.Tensor
     segments: torch.Tensor
     row_pieces: torch.Tensor
     partial_lse: torch.Tensor
     partial_out: torch.Tensor
+
+    @property
+    def views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each part with the memory."""
+        return [(part, self.memory) for part in self[1:]]
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class WorkspaceLayout:
         for size, dtype in self._parts():
             parts.append(workspace[start : start + size].view(dtype))
             start += _aligned(size)
-        return Workspace(*parts)
+        return Workspace(workspace, *parts)
 
     def _parts(self) -> tuple[tuple[int, torch.dtype], ...]:
         return (

@@ -16,6 +16,7 @@ from pagedmla.kernels.policy import (
     triton_decode_config,
     triton_decode_configs,
 )
+from pagedmla.kernels.split_kv.direct import DirectLaunches, Launch, launch, repeatable
 from pagedmla.kernels.split_kv.interpreted import INTERPRETED
 from pagedmla.kernels.split_kv.launch import (
     LOG2_E,
@@ -37,25 +38,28 @@ def decode(
     out: torch.Tensor,
     lse: torch.Tensor,
     config: TritonDecodeConfig | None = None,
-) -> None:
-    """Writes every row of ``out`` and ``lse``; see ``pagedmla.decode``.
+) -> DirectLaunches | None:
+    """Writes every row of ``out`` and ``lse``; see ``pagedmla.decode``.  Returns the launches, where they can be repeated.
 
     Args:
         args, problem, out, lse: checked.
         config: for tuning; left out: the policy's.
     """
     if filled_without_keys(args, out, lse):
-        return
+        return None
     target = Target.detect(args.q.device)
     if config is None:
         config = triton_decode_config(problem, target, args.rows_hint)
     step = make_step(args, problem, target, config)
     parts = step.layout.carve(args.workspace, args.q.device)
+    q_pe = _rotated_queries(args, problem)
     # Triton launches on the current device, whatever the tensors say
     with torch.cuda.device_of(args.q):
-        launch_plan(step, parts)
-        _launch_decode(step, config, parts, out, lse)
-        launch_merge(step, parts, out, lse)
+        planned = launch_plan(step, parts)
+        decoded = _launch_decode(step, config, parts, q_pe, out, lse)
+        merged = launch_merge(step, parts, out, lse)
+    views = parts.views if q_pe is args.q_pe else [*parts.views, (q_pe, args.q)]
+    return repeatable([planned, decoded, *merged], args, out, lse, parts.memory, views)
 
 
 def workspace_size(problem: DecodeProblem, bounds: BatchBounds, target: Target) -> int:
@@ -63,15 +67,24 @@ def workspace_size(problem: DecodeProblem, bounds: BatchBounds, target: Target) 
     return workspace_bytes(problem, bounds, target, triton_decode_configs(problem, target))
 
 
+def _rotated_queries(args: DecodeArguments, problem: DecodeProblem) -> torch.Tensor:
+    """Without a pair, the rotated part is the end of the same rows; without RoPE nothing is read."""
+    if args.q_pe is not None:
+        return args.q_pe
+    return args.q[:, :, problem.kv_lora_rank :] if problem.qk_rope_head_dim else args.q
+
+
 def _launch_decode(
-    step: Step, config: TritonDecodeConfig, parts: Workspace, out: torch.Tensor, lse: torch.Tensor
-) -> None:
+    step: Step,
+    config: TritonDecodeConfig,
+    parts: Workspace,
+    q_pe: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> Launch:
     args, problem, starts = step.args, step.problem, step.query_starts
-    rank, rope = problem.kv_lora_rank, problem.qk_rope_head_dim
-    # without a pair, the rotated part is the end of the same rows; without RoPE nothing is read
-    q_pe = args.q_pe if args.q_pe is not None else args.q[:, :, rank:] if rope else args.q
     packed = args.kv_cache.stride()[:2] == (problem.page_size * problem.head_dim_qk, problem.head_dim_qk)
-    decode_kernel[(step.grid.programs,)](
+    arguments = (
         parts.shares, parts.segments,
         args.q, args.q.stride(0), args.q.stride(1),
         q_pe, q_pe.stride(0), q_pe.stride(1),
@@ -82,9 +95,10 @@ def _launch_decode(
         args.num_seqs, args.num_tokens, step.capacity,
         out, out.stride(0), out.stride(1), lse, lse.stride(0), lse.stride(1),
         parts.partial_out, parts.partial_lse, problem.softmax_scale * LOG2_E,
-        **decode_constants(problem, config, step.ragged, step.causal, packed),
-        num_warps=config.num_warps, num_stages=config.num_stages, **overlapped_launch(config),
     )  # fmt: skip
+    constants = decode_constants(problem, config, step.ragged, step.causal, packed)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **overlapped_launch(config)}
+    return launch(decode_kernel, (step.grid.programs,), arguments, constants, **options)
 
 
 def decode_constants(

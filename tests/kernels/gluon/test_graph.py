@@ -19,6 +19,8 @@ from pagedmla import BatchBounds, DecodePlan, DecodeProblem
 pytestmark = needs_hopper
 
 HEADS, PAGE, WIDTH, SEQS, STEPS = 32, 64, 20, 8, 45
+# heads and query tokens of the kernel for few rows
+FEW = ((16, 1), (5, 3))
 CAPACITY = PAGE * WIDTH
 POOL = SEQS * WIDTH + 5
 SCALE = 0.13
@@ -36,24 +38,27 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 class Engine:
     """Tensors at fixed addresses: what an engine fills in place before it replays."""
 
-    def __init__(self, max_q_len: int, mode: dict[str, Any], heads_first: bool = False) -> None:
-        problem = DecodeProblem(HEADS, SCALE, max_q_len=max_q_len, **mode)
+    def __init__(
+        self, max_q_len: int, mode: dict[str, Any], heads_first: bool = False, num_heads: int = HEADS
+    ) -> None:
+        self.num_heads = num_heads
+        problem = DecodeProblem(num_heads, SCALE, max_q_len=max_q_len, **mode)
         self.plan = DecodePlan(problem, BatchBounds(SEQS, WIDTH), DEVICE, backend="gluon")
         rows = SEQS * max_q_len
-        self.q = torch.full((rows, HEADS, 576), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        self.q = torch.full((rows, num_heads, 576), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         if heads_first:
             # as a batched projection leaves them: the launch copies them, within the workspace
             self.q = self.q.transpose(0, 1).contiguous().transpose(0, 1)
         self.cache = torch.full((POOL, PAGE, 576), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-        self.out = torch.empty(rows, HEADS, 512, dtype=torch.bfloat16, device=DEVICE)
-        self.lse = torch.empty(rows, HEADS, device=DEVICE)
+        self.out = torch.empty(rows, num_heads, 512, dtype=torch.bfloat16, device=DEVICE)
+        self.lse = torch.empty(rows, num_heads, device=DEVICE)
         self.table = torch.full((SEQS, WIDTH), -1, dtype=torch.int32, device=DEVICE)
         self.lens = torch.ones(SEQS, dtype=torch.int32, device=DEVICE)
         self.starts = torch.arange(SEQS + 1, dtype=torch.int32, device=DEVICE)
 
     def fill(self, lens: list[int], q_lens: list[int], seed: int) -> dict[str, Any]:
         """Lays a fresh batch into the tensors, nan everywhere else; returns the call that says the same."""
-        batch = make_batch(lens, q_lens, num_heads=HEADS, seed=seed)
+        batch = make_batch(lens, q_lens, num_heads=self.num_heads, seed=seed)
         call = batches.arguments(batch, PAGE, layout_seed=seed, spare_pages=1, spare_columns=0)
         count, width = len(call["q"]), call["block_table"].shape[1]
         for tensor in (self.q, self.cache, self.out, self.lse):
@@ -105,11 +110,17 @@ def walk(max_q_len: int) -> Iterator[tuple[list[int], list[int]]]:
         yield list(lens), q_lens
 
 
-@pytest.mark.parametrize("max_q_len", [1, 3])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_replay_is_right_at_every_step(mode: dict[str, Any], max_q_len: int) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "mode", "max_q_len"),
+    [
+        *((HEADS, mode, max_q_len) for mode in MODES for max_q_len in (1, 3)),
+        *((n, PERSISTENT, q) for n, q in FEW),
+    ],
+    ids=str,
+)
+def test_a_replay_is_right_at_every_step(num_heads: int, mode: dict[str, Any], max_q_len: int) -> None:
     # the query is copied in half of the engines, and half of them capture the metadata step too
-    engine = Engine(max_q_len, mode, heads_first=max_q_len == 1)
+    engine = Engine(max_q_len, mode, heads_first=max_q_len == 1, num_heads=num_heads)
     inside = (max_q_len == 3) == (mode == PERSISTENT)
     engine.update()
     replay = captured(engine.update_and_run if inside else engine.run)
@@ -138,9 +149,11 @@ def no_sync() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_step_neither_waits_nor_allocates(mode: dict[str, Any], heads_first: bool) -> None:
-    engine = Engine(3, mode, heads_first)
+@pytest.mark.parametrize(
+    ("num_heads", "mode"), [*((HEADS, mode) for mode in MODES), (5, PERSISTENT)], ids=str
+)
+def test_a_step_neither_waits_nor_allocates(num_heads: int, mode: dict[str, Any], heads_first: bool) -> None:
+    engine = Engine(3, mode, heads_first, num_heads)
     call = engine.fill([127, 0, 131, 1, CAPACITY, 64, 65, 7], [1, 2, 3, 0, 1, 1, 3, 2], 0)
     engine.update_and_run()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -36,8 +36,9 @@ def _differences(call: dict[str, Any], mode: dict[str, Any], times: int, beside:
     return int(found)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("num_heads", [20, 128])
+@pytest.mark.parametrize(
+    ("num_heads", "mode"), [*((n, mode) for n in (20, 128) for mode in MODES), (5, PERSISTENT)], ids=str
+)
 def test_two_hundred_times_beside_another_kernel(num_heads: int, mode: dict[str, Any]) -> None:
     """Rows without keys and rows of no sequence are in the mix; a matrix product takes multiprocessors away."""
     call = arguments(make_batch([131, 0, 3000, 1, 700], [2, 1, 3, 0, 1], num_heads=num_heads))
@@ -46,16 +47,18 @@ def test_two_hundred_times_beside_another_kernel(num_heads: int, mode: dict[str,
 
 
 @pytest.mark.usefixtures("few_workers")
-def test_two_hundred_times_through_segments_without_keys() -> None:
+@pytest.mark.parametrize("num_heads", [16, 20])
+def test_two_hundred_times_through_segments_without_keys(num_heads: int) -> None:
     """Nothing to wait for in most segments: the warpgroups and the loader run as far apart as the signals let them."""
     lens = [0, 0, 0, 5, 0, 0, 300, 0, 0, 0, 0, 129] * 6
-    call = arguments(make_batch(lens, num_heads=20)) | {"cu_seqlens_q": None}
+    call = arguments(make_batch(lens, num_heads=num_heads)) | {"cu_seqlens_q": None}
     assert _differences(call, PERSISTENT, 200, beside=True) == 0
 
 
-def test_two_hundred_times_a_full_card() -> None:
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_two_hundred_times_a_full_card(num_heads: int) -> None:
     lens = [(977 * place) % 900 for place in range(140)]
-    call = arguments(make_batch(lens, num_heads=128)) | {"cu_seqlens_q": None}
+    call = arguments(make_batch(lens, num_heads=num_heads)) | {"cu_seqlens_q": None}
     assert _differences(call, PERSISTENT, 200, beside=False) == 0
 
 

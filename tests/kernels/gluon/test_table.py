@@ -33,6 +33,12 @@ MANY = DecodeProblem(128, 0.07)
     [
         {},
         {"num_heads": 17},
+        {"num_heads": 16},
+        {"num_heads": 1},
+        {"num_heads": 5, "max_q_len": 3},
+        {"num_heads": 16, "schedule": "persistent"},
+        {"num_heads": 16, "causal": False, "page_size": 192},
+        {"num_heads": 5, "max_q_len": 4, "num_kv_splits": 3},
         {"num_heads": 5, "max_q_len": 4},
         {"page_size": 128},
         {"page_size": 192},
@@ -50,8 +56,10 @@ def test_what_it_takes_it_is_chosen_for(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "argument", "number", "instead"),
     [
-        ({"num_heads": 16}, "num_rows", "q", "16 (num_heads 16, max_q_len 1)", "triton"),
-        ({"num_heads": 5, "max_q_len": 3}, "num_rows", "q", "15 (num_heads 5, max_q_len 3)", "triton"),
+        ({"num_heads": 16, "schedule": "split"}, "schedule", "schedule", "'split' for 16 rows (num_heads 16", "triton"),
+        ({"num_heads": 5, "max_q_len": 3, "num_kv_splits": 2}, "num_kv_splits", "num_kv_splits", "2 for 15 rows", "triton"),
+        ({"num_heads": 1, "schedule": "split", "num_kv_splits": 1}, "num_kv_splits", "num_kv_splits", "1 for 1 rows", "triton"),
+        ({"num_heads": 16, "batch_invariant": True}, "batch_invariant", "batch_invariant", "True", "triton"),
         ({"page_size": 16}, "page_size", "kv_cache", "16", "triton"),
         ({"page_size": 480}, "page_size", "kv_cache", "480", "triton"),
         ({"kv_lora_rank": 256}, "head_dim", "q", "256 + 64", "triton"),

@@ -233,7 +233,7 @@ def test_a_workspace_holds_a_copy_of_the_query_and_whatever_the_next_backend_nee
 
 
 def test_a_ragged_call_that_hides_its_longest_query_has_a_workspace_too() -> None:
-    """Sixteen heads with one query token each are Triton's; a ragged call of them that does not say so is not."""
+    """Sixteen heads with one query token each have few rows; a ragged call of them that does not say so may not."""
     problem = pagedmla.DecodeProblem(16, 0.07)
     bounds = pagedmla.BatchBounds(32, 4)
     assert workspace_bytes(problem, bounds, H200, None) >= gluon.workspace_size(problem, bounds, H200)
@@ -246,20 +246,18 @@ def test_a_workspace_without_room_for_the_query_is_refused() -> None:
     needed = step.layout.num_bytes + query_bytes(6, 7, WIDTH)
     for size, fits in ((needed, True), (needed - 1, False)):
         workspace = torch.zeros(size, dtype=torch.uint8)
-        given = step._replace(args=args_of(call, q=heads_first(call["q"]), workspace=workspace))
+        given = args_of(call, q=heads_first(call["q"]), workspace=workspace)
         if fits:
-            room = launch._query_room(given)
+            room = launch._query_room(given, step.layout.num_bytes)
             assert room is not None
-            assert torch.equal(matrix(query_rows(given.args, room).latent), call["q"].reshape(-1, WIDTH))
+            assert torch.equal(matrix(query_rows(given, room).latent), call["q"].reshape(-1, WIDTH))
         else:
             with pytest.raises(InvalidArgument) as caught:
-                launch._query_room(given)
+                launch._query_room(given, step.layout.num_bytes)
             assert caught.value.argument == "workspace"
             assert str(needed) in caught.value.wanted
-    assert (
-        launch._query_room(step._replace(args=args_of(call, workspace=torch.zeros(1, dtype=torch.uint8))))
-        is None
-    )
+    in_place = args_of(call, workspace=torch.zeros(1, dtype=torch.uint8))
+    assert launch._query_room(in_place, step.layout.num_bytes) is None
 
 
 def test_rows_without_any_key_are_written_without_a_launch() -> None:
