@@ -30,6 +30,8 @@ class DecodePlan:
     ``update`` copies a step's tables in stream order, without a sync and without allocating; ``run`` reads them on the device.
     A graph captured around ``run`` (or around both) therefore stays right for every later length within the bounds.
 
+    A plan serves one call at a time: an ``update`` or a ``run`` on another stream waits for the one before.
+
         plan = DecodePlan(problem, BatchBounds(max_num_seqs=64, max_pages_per_seq=512), "cuda")
         plan.update(block_table, seq_lens)
         out, lse = plan.run(q, kv_cache)
@@ -74,7 +76,8 @@ class DecodePlan:
         self.workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._even_tokens = 0
         self._number = next(_NUMBERS)
-        self._buffers: tuple[torch.Tensor, ...] = ()
+        self._whole: tuple[Any, ...] = ()
+        self._places: list[tuple[int, int]] = []
 
     def update(
         self, block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None
@@ -177,9 +180,11 @@ class DecodePlan:
         """What tells a run from others: the plan's own buffers and options stay, and its number stands for them."""
         metadata = self.metadata
         buffers = (metadata.block_table, metadata.seq_lens, metadata.cu_seqlens_q, self.workspace)
-        if not self._buffers or any(map(is_not, buffers, self._buffers)):
-            # somebody gave it others, as one workspace for several plans
-            self._number, self._buffers = next(_NUMBERS), buffers
+        whole = (*buffers, self.problem, self._named_backend)
+        places = [(buffer.data_ptr(), buffer.numel()) for buffer in buffers]
+        if places != self._places or any(map(is_not, whole, self._whole)):
+            # somebody gave it others, as one workspace for several plans, or other memory to the same ones
+            self._number, self._whole, self._places = next(_NUMBERS), whole, places
         q_latent, q_pe = q if type(q) is tuple and len(q) == 2 else (q, None)
         return identify((q_latent, q_pe, kv_cache, out, lse), (self._number, self._even_tokens))
 

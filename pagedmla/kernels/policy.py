@@ -269,8 +269,8 @@ class GluonFewHeadsConfig:
 
 
 # Two KV tiles of 64 tokens take 144 KiB of shared memory, so there is one program a multiprocessor: all of a launch are
-# resident, which a kernel whose programs wait for each other must be sure of.  The kernel takes 32 rows, too, and was slower
-# with them than the kernel for many rows: 299 us against 236 at B128 S4096 H16 with 2 query tokens (one H200).
+# resident, which a kernel whose programs wait for each other must be sure of.  The kernel takes 32 rows, too, and was slower with
+# them than the kernel for many rows where a sequence has several query tokens.
 GLUON_FEW_HEADS_CONFIG = GluonFewHeadsConfig()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -21,6 +22,11 @@ from torch import Tensor
 from pagedmla.contract.slots import ALIGNMENT, LSE, OUT, WORKSPACE
 
 Tensors = Sequence[Tensor | None]
+
+# slots of queries, keys and outputs, which come first
+_NUM_VALUES = LSE + 1
+# bytes of the widest numbers that a backend views a workspace as
+_WIDEST = 8
 
 
 class Repeatable(Protocol):
@@ -83,8 +89,16 @@ def identify(tensors: Tensors, options: tuple[Any, ...]) -> Call | None:
                 addresses.append(0)
                 kinds.append(None)
                 continue
-            # a subclass may mean anything by a call, and a gradient is refused
-            if type(tensor) is not Tensor or (wants_gradients and tensor.requires_grad):
+            # a subclass may mean anything by a call, a lazy view is not what its memory holds, and a gradient is refused
+            if (
+                type(tensor) is not Tensor
+                or (wants_gradients and tensor.requires_grad)
+                # tables are integers, which torch has no lazy views of
+                or (
+                    len(addresses) < _NUM_VALUES
+                    and not _is_memory(torch._C._dispatch_keys(tensor).raw_repr(), tensor.device)
+                )
+            ):
                 return None
             address = tensor.data_ptr()
             addresses.append(address)
@@ -100,10 +114,23 @@ def identify(tensors: Tensors, options: tuple[Any, ...]) -> Call | None:
         tuple(map(type, options)),
         low % ALIGNMENT and tuple([address % ALIGNMENT for address in addresses]),
         # torch views bytes as wider numbers from some offsets only
-        0 if workspace is None else workspace.storage_offset() % 4,
+        0 if workspace is None else workspace.storage_offset() % _WIDEST,
         *kinds,
     )
     return Call(key, addresses)
+
+
+@lru_cache(maxsize=256)
+def _is_memory(keys: int, device: torch.device) -> bool:
+    """Whether a tensor with these dispatch keys is what its memory holds: no lazy negation, no stand-in for zeros, no trace.
+
+    Tensors that were made in inference mode have others than those that were not.
+    """
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            if torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr() == keys:
+                return True
+    return False
 
 
 @dataclass(slots=True)
@@ -116,7 +143,6 @@ class _Known:
         device: of all its tensors.
         workspace_bytes: what it makes, where it makes one.
         pairs: of slots that must lie apart, each with its bytes from the first to the last.
-        may_be_negated: the strides of ``lse`` are such that it may be one of torch's lazily negated views.
         makes: slots that the caller leaves out and the call makes.
         kept: addresses of the last slots, where they are not among the call's own.
         bound: launches by addresses.
@@ -128,7 +154,6 @@ class _Known:
     device: torch.device
     workspace_bytes: int
     pairs: tuple[tuple[int, int, int, int], ...]
-    may_be_negated: bool
     makes: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     bound: dict[tuple[int, ...], Any] = field(default_factory=dict)
@@ -156,9 +181,6 @@ class Memo:
         """Makes a call that is known, and returns its outputs; None: nothing was done, and it must go the whole way."""
         known = self._find(call.key)
         if known is None or not known.work.ready():
-            return None
-        if known.may_be_negated and lse is not None and lse.is_neg():
-            # such memory holds the negative of what is meant, which torch sees to
             return None
         addresses = [*call.addresses, *known.kept]
         workspace = None
@@ -205,8 +227,6 @@ class Memo:
             out.device,
             sizes[WORKSPACE],
             _pairs(sizes),
-            # an imaginary part of a conjugate: every second number
-            may_be_negated=lse.stride(-1) != 1,
             makes=tuple(makes),
         )
         self._store(call.key, known)

@@ -9,6 +9,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,6 +199,25 @@ def test_a_lazily_negated_output_is_left_to_torch(backend: StandIn) -> None:
     with pytest.raises(RuntimeError, match="None"):
         decode(call | {"lse": negated})
     assert len(backend.launched) == 1
+
+
+LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "negated": torch._neg_view,
+    "zeros that are nowhere": lambda q: torch._efficientzerotensor(q.shape),
+    "functional": torch._to_functional_tensor,
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_queries_that_are_not_what_their_memory_holds_are_left_to_torch(backend: StandIn, name: str) -> None:
+    call = make_call()
+    decode(call)
+    decode(call)
+    assert len(backend.launched) == 1
+    # torch may refuse such a tensor, or make memory of it; nothing is launched on the memory behind it
+    with suppress(RuntimeError, NotImplementedError, InvalidArgument):
+        decode(call | {"q": LAZY[name](call["q"])})
+    assert {bound[0] for bound in backend.launched[1:]}.isdisjoint({0, call["q"].data_ptr()})
 
 
 def test_it_goes_the_whole_way_while_somebody_wants_to_see_launches(backend: StandIn) -> None:

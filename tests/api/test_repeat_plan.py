@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,6 +86,41 @@ def test_a_plan_may_be_given_another_workspace(backend: StandIn) -> None:
     assert backend.launched[-1][-1] == plan.workspace.data_ptr()
     plan.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.int32)
     with pytest.raises(InvalidArgument, match="workspace"):
+        plan.run(call["q"], call["kv_cache"])
+
+
+MOVES: dict[str, Callable[[torch.Tensor], object]] = {
+    "resize_": lambda buffer: buffer.resize_(4 * buffer.numel()),
+    "data": lambda buffer: setattr(buffer, "data", torch.empty(4 * buffer.numel(), dtype=buffer.dtype)),
+    "set_": lambda buffer: buffer.set_(torch.zeros_like(buffer)),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_buffer_whose_memory_moved_is_used_where_it_is(backend: StandIn, name: str) -> None:
+    call = make_call()
+    plan = plan_of(call)
+    for _ in range(2):
+        plan.run(call["q"], call["kv_cache"])
+    MOVES[name](plan.workspace)
+    known = len(backend.launched)
+    # of another size, the first goes the whole way
+    for _ in range(2):
+        plan.run(call["q"], call["kv_cache"])
+    assert {bound[-1] for bound in backend.launched[known:]} == {plan.workspace.data_ptr()}
+
+
+def test_a_plan_with_another_problem_runs_that_one(backend: StandIn) -> None:
+    call = make_call()
+    plan = plan_of(call)
+    for _ in range(2):
+        plan.run(call["q"], call["kv_cache"])
+    before = backend.decoded
+    plan.problem = replace(plan.problem, softmax_scale=9.0)
+    plan.run(call["q"], call["kv_cache"])
+    assert backend.decoded == before + 1
+    plan.problem = replace(plan.problem, num_heads=HEADS + 1)
+    with pytest.raises(PlanMismatch):
         plan.run(call["q"], call["kv_cache"])
 
 
