@@ -269,8 +269,8 @@ class GluonFewHeadsConfig:
 
 
 # Two KV tiles of 64 tokens take 144 KiB of shared memory, so there is one program a multiprocessor: all of a launch are
-# resident, which a kernel whose programs wait for each other must be sure of.  The kernel takes 32 rows, too, and was slower with
-# them than the kernel for many rows where a sequence has several query tokens.
+# resident, which a kernel whose programs wait for each other must be sure of.  The kernel takes 32 rows, too, and was slower
+# with them than the kernel for many rows where a sequence has several query tokens.
 GLUON_FEW_HEADS_CONFIG = GluonFewHeadsConfig()
 
 
