@@ -144,7 +144,7 @@ def test_an_empty_prompt_starts_from_the_beginning_of_a_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--backend", "cutlass"), "backend: wanted None or one of triton, torch, got 'cutlass'"),
+        (("--backend", "cutlass"), "backend: wanted None or one of gluon, triton, torch, got 'cutlass'"),
         (("--device", "toaster"), "device: wanted a torch device"),
         (("--device", "cuda:99"), "device: wanted"),
         (("--device", "meta"), "device: wanted a device of this machine"),
