@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pagedmla.cli import generation
+from pagedmla.contract.support import BACKENDS
 
 from .conftest import error_line, run_cli
 
@@ -144,7 +145,10 @@ def test_an_empty_prompt_starts_from_the_beginning_of_a_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--backend", "cutlass"), "backend: wanted None or one of gluon, triton, torch, got 'cutlass'"),
+        (
+            ("--backend", "cutlass"),
+            "backend: wanted None or one of " + ", ".join(BACKENDS) + ", got 'cutlass'",
+        ),
         (("--device", "toaster"), "device: wanted a torch device"),
         (("--device", "cuda:99"), "device: wanted"),
         (("--device", "meta"), "device: wanted a device of this machine"),
