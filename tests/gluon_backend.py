@@ -11,7 +11,9 @@ import torch
 from batches import Batch
 from torch import Tensor
 
+import pagedmla
 from pagedmla.conformance import numerics
+from pagedmla.contract.arguments import DecodeArguments
 from pagedmla.contract.kv_layout import layout_of_dtype
 from pagedmla.contract.problem import BatchBounds, DecodeProblem
 
@@ -20,14 +22,11 @@ needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs an NVIDIA Hopper 
 DEVICE = torch.device("cuda" if ON_HOPPER else "cpu")
 DTYPES = (torch.bfloat16, torch.float16)
 RANK, ROPE = 512, 64
-PAIR = 128
-"""Tokens of a KV tile."""
+TILE, PAIR = 64, 128
+"""Tokens of a KV tile, and of the two that the kernel for many rows computes at a time."""
 
-PERSISTENT: dict[str, Any] = {}
-SPLIT: dict[str, Any] = {"schedule": "split"}
-SPLITS: dict[str, Any] = {"num_kv_splits": 3}
-MODES = [PERSISTENT, SPLIT, SPLITS]
-"""Every way that keys are cut."""
+EVEN: dict[str, Any] = {"cu_seqlens_q": None}
+"""Makes a call of alike numbers of query tokens one without query starts."""
 
 
 def make_batch(*arguments: Any, **options: Any) -> Batch:
@@ -120,3 +119,21 @@ def problem_of(call: dict[str, Any], max_q_len: int, **mode: Any) -> tuple[Decod
         **mode,
     )
     return problem, BatchBounds(call["seq_lens"].shape[0], call["block_table"].shape[1], first.shape[0])
+
+
+def args_of(call: dict[str, Any], **changes: Any) -> DecodeArguments:
+    """What the operators make of a call."""
+    given = {name: value for name, value in call.items() if name not in ("q_scale", "kv_scale")} | changes
+    q, q_pe = given.pop("q") if isinstance(given["q"], tuple) else (given.pop("q"), None)
+    return DecodeArguments(q=q, q_pe=q_pe, **given)
+
+
+def heads_first(tensor: Tensor) -> Tensor:
+    """The same numbers, with the heads outside of the tokens in memory, as a batched projection leaves them."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def workspace_of(call: dict[str, Any], byte: int = 0xFF) -> Tensor:
+    """A workspace for any spread of the call's query tokens, full of one byte."""
+    size = pagedmla.workspace_size(*problem_of(call, len(args_of(call).q)), DEVICE)
+    return torch.full((size,), byte, dtype=torch.uint8, device=DEVICE)

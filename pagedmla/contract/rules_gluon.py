@@ -8,28 +8,26 @@ from importlib import metadata
 import torch
 
 from pagedmla.contract.problem import DecodeProblem
-from pagedmla.contract.rules import Answer, Rule, equal_shares, most_splits
+from pagedmla.contract.rules import Answer, Rule
 from pagedmla.contract.target import Target
 
 _TRITON_VERSIONS = ("3.6",)
-"""Versions of Triton that the kernel was run with: Gluon is experimental there, and its words change from one to the next."""
+"""Versions of Triton that the kernels were run with: Gluon is experimental there, and its words change from one to the next."""
 
 _DTYPE_PAIRS = ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
 _RANK, _ROPE = 512, 64
-# tokens of a block that is copied at once, from one page
-_BLOCK = 64
 FEW_ROWS = 16
 """Rows (heads times query tokens) of a sequence up to which nothing runs but the kernel for few rows."""
 
-# 226.5 KiB: what the compiler says of any variant, at most (tests/kernels/gluon/test_offline.py); of the 227 KiB of all Hoppers
-_SHARED_BYTES = 231_936
+# 226.3 KiB: what the compiler says of any variant, at most (tests/kernels/gluon/test_offline.py); of the 227 KiB of all Hoppers
+_SHARED_BYTES = 231_764
 
 
 def _importable(problem: DecodeProblem, target: Target) -> Answer | None:
     version = _triton_version()
     if ".".join(version.split(".")[:2]) in _TRITON_VERSIONS:
         return None
-    wanted = f"a machine with triton {' or '.join(_TRITON_VERSIONS)}, which the kernel was run with"
+    wanted = f"a machine with triton {' or '.join(_TRITON_VERSIONS)}, which the kernels were run with"
     return "import", "backend", wanted, f"triton {version}" if version else "no triton"
 
 
@@ -72,30 +70,20 @@ def _head_dims(problem: DecodeProblem, target: Target) -> Answer | None:
     return "head_dim", "q", wanted, f"{problem.kv_lora_rank} + {problem.qk_rope_head_dim}"
 
 
-def _page_size(problem: DecodeProblem, target: Target) -> Answer | None:
-    if problem.page_size % _BLOCK == 0:
-        return None
-    wanted = f"a multiple of {_BLOCK}: so many tokens are copied at once, from one page"
-    return "page_size", "kv_cache", wanted, str(problem.page_size)
-
-
-def _few_rows_in_splits(problem: DecodeProblem, target: Target) -> Answer | None:
-    rows = problem.num_heads * problem.max_q_len
-    if rows > FEW_ROWS or (problem.schedule != "split" and problem.num_kv_splits is None):
-        return None
-    given = f"for {rows} rows (num_heads {problem.num_heads}, max_q_len {problem.max_q_len})"
-    where = f"with up to {FEW_ROWS} rows (heads times query tokens) a sequence: their kernel cuts keys into equal shares"
+def _splits(problem: DecodeProblem, target: Target) -> Answer | None:
+    # a number of splits is refused whatever the schedule is called, 'persistent' too
+    why = "this backend's kernels cut keys into equal shares"
     if problem.num_kv_splits is not None:
-        return "num_kv_splits", "num_kv_splits", f"None {where}", f"{problem.num_kv_splits} {given}"
-    return "schedule", "schedule", f"None or 'persistent' {where}", f"'split' {given}"
+        return "num_kv_splits", "num_kv_splits", f"None: {why}", str(problem.num_kv_splits)
+    if problem.schedule == "split":
+        return "schedule", "schedule", f"None or 'persistent': {why}", "'split'"
+    return None
 
 
 def _batch_invariant(problem: DecodeProblem, target: Target) -> Answer | None:
     if not problem.batch_invariant:
         return None
-    wanted = (
-        "False: nothing shows that keys at the causal edge are summed with the same rounding as the others"
-    )
+    wanted = "False: equal shares depend on the whole batch"
     return "batch_invariant", "batch_invariant", wanted, "True"
 
 
@@ -105,9 +93,6 @@ RULES: tuple[Rule, ...] = (
     _shared_memory,
     _dtypes,
     _head_dims,
-    _page_size,
-    _few_rows_in_splits,
+    _splits,
     _batch_invariant,
-    equal_shares,
-    most_splits,
 )

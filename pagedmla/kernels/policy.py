@@ -219,59 +219,56 @@ TRITON_SCATTERED_CONFIGS: dict[str, tuple[tuple[int, TritonDecodeConfig], ...]] 
 
 
 @dataclass(frozen=True)
-class GluonDecodeConfig:
-    """Tile sizes and warps of the Gluon decode kernel.
+class GluonConfig:
+    """Tile sizes of a Gluon kernel, which plans and merges by itself.
 
     Attributes:
-        block_m: rows (query token, head) of a row tile: the least that the warpgroup instruction takes.
-        block_n: tokens of a KV tile, which is a pair of blocks of half as many.
-        num_warps: warps of each of the two warpgroups that compute.
-        compute_registers, loader_registers: that a thread of the second warpgroup, and of the warp that loads, may use.
-        programs_per_compute_unit, overlapped_launches, invariant_split: see ``TritonDecodeConfig``.
-    """
-
-    block_m: int = 64
-    block_n: int = 128
-    num_warps: int = 4
-    compute_registers: int = 216
-    loader_registers: int = 40
-    programs_per_compute_unit: int = 1
-    overlapped_launches: bool = False
-    invariant_split: int = 2048
-
-
-# Measured on one H200.  64 rows of 512 + 64 numbers take 72 KiB of shared memory, two blocks of 64 tokens 144 KiB: 226 of 227
-# KiB in all, so there is one program a multiprocessor and no third block.  Each warpgroup has the 64 x 256 accumulators of one
-# half of the values, 128 registers of the 216 that are left when the loading warp keeps 40.
-GLUON_DECODE_CONFIG = GluonDecodeConfig()
-
-
-@dataclass(frozen=True)
-class GluonFewHeadsConfig:
-    """Tile sizes of the Gluon kernel for few rows a sequence, which plans and merges by itself.
-
-    Attributes:
-        block_rows: rows (query token, head) of a row tile: the first that holds a sequence's is taken.
-        block_n: tokens of a KV tile: what one warpgroup has on the matrix unit's M side.
-        num_warps: warps of the warpgroup that computes.
-        loader_registers: that a thread of the warp that loads may use.
+        block_rows: rows (query token, head) of a row tile.
+        column_parts: parts that a program's warpgroups have of the latent columns, one each.
+        most_lanes: programs that go through the same keys side by side, at most.
+        compute_registers: that a thread of a second warpgroup may use.
+        loader_registers: that a thread of the warp that loads whole tiles may use.
+        gather_registers: that a thread of the four warps that load token by token may use.
+        block_n: tokens of a KV tile.
         small_scan, large_scan: sequences that are looked at at a time, where there are fewer than the first, and otherwise.
         most_programs: of a launch; each has a flag for every other one.
     """
 
-    block_rows: tuple[int, ...] = (16,)
+    block_rows: int
+    column_parts: int
+    most_lanes: int
+    compute_registers: int
+    loader_registers: int
+    gather_registers: int
     block_n: int = 64
-    num_warps: int = 4
-    loader_registers: int = 40
     small_scan: int = 32
     large_scan: int = 256
     most_programs: int = 256
 
 
-# Two KV tiles of 64 tokens take 144 KiB of shared memory, so there is one program a multiprocessor: all of a launch are
-# resident, which a kernel whose programs wait for each other must be sure of.  The kernel takes 32 rows, too, and was slower
-# with them than the kernel for many rows where a sequence has several query tokens.
-GLUON_FEW_HEADS_CONFIG = GluonFewHeadsConfig()
+# Three KV tiles of 64 tokens take 216 KiB of shared memory, so there is one program a multiprocessor: all of a launch are
+# resident, which a kernel whose programs wait for each other must be sure of.  It loads token by token whatever the page size:
+# 80.9 us against 83.6 with the copy engine at B64 S4096 H16, 30.3 against 32.3 at B16.
+GLUON_FEW_HEADS_CONFIG = GluonConfig(
+    block_rows=16,
+    column_parts=1,
+    most_lanes=1,
+    compute_registers=0,
+    loader_registers=40,
+    gather_registers=120,
+)
+
+# 64 rows, the least that the warpgroup instruction takes, of 512 + 64 numbers take 72 KiB of shared memory, two KV tiles 144
+# KiB: 226 of 227 KiB in all.  Each warpgroup has the 64 x 256 accumulators of one half of the values, 128 registers of the 216
+# that are left when the loading warps keep 80, or the one 40.
+GLUON_MANY_HEADS_CONFIG = GluonConfig(
+    block_rows=64,
+    column_parts=2,
+    most_lanes=4,
+    compute_registers=216,
+    loader_registers=40,
+    gather_registers=80,
+)
 
 
 # architectures that run with another one's row: the same matrix instructions, and at least its shared memory

@@ -1,4 +1,4 @@
-"""Programs that wait for one another, beside whatever else may hold the card: ``python tests/device/cooperative.py SCENARIO``.
+"""Programs that wait for one another, beside whatever else may hold the card: ``cooperative.py SCENARIO NUM_HEADS``.
 
 A launch whose programs were resident in part would wait for ever, so each scenario runs in a process that test_cooperative.py
 ends after a while.  'ok' is the last line.  Needs an NVIDIA Hopper GPU.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ SHAPES: tuple[list[int], ...] = (
 Result = tuple[Tensor, Tensor]
 
 
+class Aborted(Exception):
+    """Ends a capture."""
+
+
 @triton.jit
 def hold(out, turns):
     """Keeps a multiprocessor's threads busy for ``turns`` steps that need one another."""
@@ -42,7 +47,7 @@ def hold(out, turns):
     tl.store(out + tl.program_id(0) * 1024 + tl.arange(0, 1024), x)
 
 
-def make_call(lens: list[int], num_heads: int = 16, seed: int = 0) -> dict[str, Any]:
+def make_call(lens: list[int], num_heads: int, seed: int = 0) -> dict[str, Any]:
     """One query token a sequence, permuted pages of 64 tokens, and a workspace that was never cleared."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     pages = [max(1, -(-n // 64)) for n in lens]
@@ -82,9 +87,9 @@ def unequal(call: dict[str, Any], expected: Result) -> Tensor:
     return sum((call[name] != part).sum() for name, part in zip(("out", "lse"), expected, strict=True))  # type: ignore[return-value]
 
 
-def side_by_side(count: int) -> None:
+def side_by_side(count: int, num_heads: int) -> None:
     """Two hundred rounds of a decode on each of ``count`` streams, none of which waits for another."""
-    calls = [make_call(SHAPES[index % len(SHAPES)], seed=index) for index in range(count)]
+    calls = [make_call(SHAPES[index % len(SHAPES)], num_heads, seed=index) for index in range(count)]
     expected = [alone(call) for call in calls]
     streams = [torch.cuda.Stream() for _ in calls]
     wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in calls]
@@ -106,17 +111,32 @@ def side_by_side(count: int) -> None:
         assert not int(unequal(call, wanted))
 
 
-def two_streams() -> None:
-    side_by_side(2)
+def two_streams(num_heads: int) -> None:
+    side_by_side(2, num_heads)
 
 
-def four_streams() -> None:
-    side_by_side(4)
+def four_streams(num_heads: int) -> None:
+    side_by_side(4, num_heads)
 
 
-def beside_a_full_card() -> None:
+def both_kernels(num_heads: int) -> None:
+    """Each on streams of its own, two hundred rounds, none of which waits for another."""
+    calls = [make_call(lens, heads, seed=heads) for heads in (16, num_heads, 192) for lens in SHAPES[:2]]
+    expected = [alone(call) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                decode(call)
+    torch.cuda.synchronize()
+    for call, wanted in zip(calls, expected, strict=True):
+        assert not int(unequal(call, wanted))
+
+
+def beside_a_full_card(num_heads: int) -> None:
     """A kernel with every thread of every multiprocessor, and matrix products, come and go on another stream."""
-    calls = [make_call(lens, seed=index) for index, lens in enumerate(SHAPES)]
+    calls = [make_call(lens, num_heads, seed=index) for index, lens in enumerate(SHAPES)]
     expected = [alone(call) for call in calls]
     programs = 4 * torch.cuda.get_device_properties(0).multi_processor_count
     room = torch.empty(programs * 1024, dtype=torch.int32, device="cuda")
@@ -140,9 +160,9 @@ def beside_a_full_card() -> None:
     assert not int(wrong)
 
 
-def two_graphs() -> None:
+def two_graphs(num_heads: int) -> None:
     """Two captures of several decodes each, replayed on two streams; then with other lengths, down to none."""
-    calls = [make_call(SHAPES[0], seed=0), make_call(SHAPES[1], seed=1)]
+    calls = [make_call(SHAPES[0], num_heads, seed=0), make_call(SHAPES[1], num_heads, seed=1)]
     graphs, streams = [], [torch.cuda.Stream() for _ in calls]
     for call in calls:
         alone(call)
@@ -169,9 +189,9 @@ def two_graphs() -> None:
             assert not int(unequal(call, wanted)), share
 
 
-def ten_thousand_launches() -> None:
+def ten_thousand_launches(num_heads: int) -> None:
     """Shape after shape in one workspace, which holds what the one before left."""
-    calls = [make_call(lens, seed=index) for index, lens in enumerate(SHAPES)]
+    calls = [make_call(lens, num_heads, seed=index) for index, lens in enumerate(SHAPES)]
     workspace = max((call["workspace"] for call in calls), key=len)
     for call in calls:
         call["workspace"] = workspace
@@ -190,10 +210,50 @@ def ten_thousand_launches() -> None:
     assert not int(wrong)
 
 
-def any_lengths() -> None:
+def an_aborted_capture(num_heads: int) -> None:
+    """A launch that was captured and never run leaves its workspace as it was: the next launch there is right."""
+    calls = [make_call(lens, num_heads, seed=index) for index, lens in enumerate(SHAPES)]
+    expected = [alone(call) for call in calls]
+    for call, wanted in zip(calls, expected, strict=True):
+        before = call["workspace"].clone()
+        graph = torch.cuda.CUDAGraph()
+        with suppress(Aborted), torch.cuda.graph(graph):
+            decode(call)
+            raise Aborted
+        del graph
+        assert torch.equal(call["workspace"], before)
+        call["out"].fill_(torch.nan)
+        decode(call)
+        assert not int(unequal(call, wanted))
+
+
+def any_workspace(num_heads: int) -> None:
+    """A workspace of zeros, of ones, of noise, and of another batch's states, before each of a hundred launches a batch."""
+    calls = [make_call(lens, num_heads, seed=index) for index, lens in enumerate(SHAPES)]
+    expected = [alone(call) for call in calls]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for step in range(100):
+        for call, wanted in zip(calls, expected, strict=True):
+            workspace = call["workspace"]
+            if step % 4 == 0:
+                workspace.fill_(0xFF if step % 8 else 0)
+            elif step % 4 == 1:
+                workspace.random_(0, 256)
+            elif step % 4 == 2:
+                other = calls[step % len(calls)]["workspace"]
+                size = min(len(workspace), len(other))
+                workspace[:size] = other[:size].clone()
+            call["out"].fill_(torch.nan)
+            decode(call)
+            wrong += unequal(call, wanted)
+    torch.cuda.synchronize()
+    assert not int(wrong)
+
+
+def any_lengths(num_heads: int) -> None:
     """Three hundred random batches, ragged and even, after one another in one workspace."""
     generator = torch.Generator().manual_seed(0)
-    call = make_call([64 * 300] * 40, num_heads=5)
+    call = make_call([64 * 300] * 40, num_heads)
     for step in range(300):
         count = int(torch.randint(1, 41, (), generator=generator))
         longest = (1, 64, 700, 64 * 300)[step % 4]
@@ -207,10 +267,10 @@ def any_lengths() -> None:
         alone(given)
 
 
-def noise() -> None:
+def noise(num_heads: int) -> None:
     """Tables, lengths and query starts of random numbers: whatever the rows hold, the launch ends, and writes no others."""
     generator = torch.Generator().manual_seed(0)
-    call = make_call([64 * 20] * 40, num_heads=5)
+    call = make_call([64 * 20] * 40, num_heads)
     good = alone(call)
     for step in range(100):
         low, high = (-HUGE, HUGE) if step % 2 else (-3, 50)
@@ -219,8 +279,8 @@ def noise() -> None:
             name: torch.randint(low, high, shape, generator=generator, dtype=torch.int64).int().cuda()
             for name, shape in size.items()
         }
-        out = torch.full((48, 5, 512), -768.0, dtype=torch.bfloat16, device="cuda")
-        lse = torch.full((48, 5), -768.0, device="cuda")
+        out = torch.full((48, num_heads, 512), -768.0, dtype=torch.bfloat16, device="cuda")
+        lse = torch.full((48, num_heads), -768.0, device="cuda")
         decode(call | bad, out=out[4:-4], lse=lse[4:-4])
         for part in (out, lse):
             assert bool((part[:4] == -768).all() & (part[-4:] == -768).all()), step
@@ -229,14 +289,15 @@ def noise() -> None:
     assert not int(unequal(call, good))
 
 
-SCENARIOS: dict[str, Callable[[], None]] = {
+SCENARIOS: dict[str, Callable[[int], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        two_streams, four_streams, beside_a_full_card, two_graphs, ten_thousand_launches, any_lengths, noise,
+        two_streams, four_streams, both_kernels, beside_a_full_card, two_graphs, ten_thousand_launches,
+        an_aborted_capture, any_workspace, any_lengths, noise,
     )
 }  # fmt: skip
 
 if __name__ == "__main__":
-    SCENARIOS[sys.argv[1]]()
+    SCENARIOS[sys.argv[1]](int(sys.argv[2]))
     torch.cuda.synchronize()
     print("ok")  # noqa: T201

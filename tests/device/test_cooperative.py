@@ -12,8 +12,11 @@ import torch
 
 SCRIPT = Path(__file__).with_name("cooperative.py")
 SCENARIOS = (
-    "two_streams", "four_streams", "beside_a_full_card", "two_graphs", "ten_thousand_launches", "any_lengths", "noise",
+    "two_streams", "four_streams", "both_kernels", "beside_a_full_card", "two_graphs", "ten_thousand_launches",
+    "an_aborted_capture", "any_workspace", "any_lengths", "noise",
 )  # fmt: skip
+# of the kernel for few rows, and of that for many with one lane and two
+HEADS = (16, 20, 128)
 # some seconds each, most of them of the compiler's
 TIME_LIMIT_S = 120
 
@@ -38,9 +41,10 @@ def watched(command: list[str], limit_s: float) -> str:
 
 
 @needs_hopper
+@pytest.mark.parametrize("num_heads", HEADS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_it_ends_and_is_right(scenario: str) -> None:
-    assert watched([sys.executable, str(SCRIPT), scenario], TIME_LIMIT_S) == "ok"
+def test_it_ends_and_is_right(scenario: str, num_heads: int) -> None:
+    assert watched([sys.executable, str(SCRIPT), scenario, str(num_heads)], TIME_LIMIT_S) == "ok"
 
 
 def test_every_scenario_is_run() -> None:

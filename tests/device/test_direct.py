@@ -65,8 +65,8 @@ def test_a_repeated_call_is_the_same_to_the_bit(
     backend: str, num_heads: int, mode: dict[str, Any], pair: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"backend": backend} | mode
-    if backend == "gluon" and num_heads == 16 and mode:
-        pytest.skip("the Triton backend's")
+    if backend == "gluon" and mode:
+        pytest.skip("the Triton backend's: Gluon's kernels cut keys into equal shares")
     calls = [make_call(num_heads, seed, pair) for seed in range(3)]
     wanted = []
     for call in calls:

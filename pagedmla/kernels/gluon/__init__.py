@@ -1,15 +1,19 @@
 """The Gluon backend: NVIDIA Hopper's own instructions, in one kernel for few rows a sequence and one for many.
 
-choice.py        which of the two decodes a call
-few_heads/       the kernel for few rows, which is a decode by itself
-many_heads.py    the kernel for many rows, and what it is made of:
-  layouts.py     sizes, layouts, and the signals between a program's three partitions
-  segments.py    what a segment of the plan says to them
-  softmax.py     scores, softmax and products of a pair of key blocks
-  halves.py      the two warpgroups that compute
-  loader.py      the warp that copies queries and keys
+choice.py        which of the two decodes a call, and how many programs of it
+few_heads/       the kernel for few rows: one warpgroup that computes; keys of any page size
+many_heads/      the kernel for many rows: two warpgroups with half of the values each; likewise
+  kernel.py      what is launched: shared memory, and who does what
+  layouts.py     sizes, register and shared-memory layouts
+  loader.py      the warps that copy queries and keys (many_heads/gather.py: token by token)
+shares.py        which keys each program takes, worked out by the programs themselves
+addresses.py     where tokens lie of pages that hold no whole tile
+pieces.py        what becomes of a row tile that several programs share
+layouts.py       sizes and records of both kernels
+opaque.py        what keeps the compiler from holding too much in registers
+workspace.py     where programs leave what others are to unite
 tensors.py       what the copy engine takes of the given tensors
-launch.py        launches the one, or the other between the plan and the merge of ``split_kv``
+launch.py        one cooperative launch of either kernel
 variants.py, offline.py   what there is to compile, where no GPU is
 """
 

@@ -1,7 +1,8 @@
-"""The given tensors as matrices that the copy engine (TMA) takes: rows of numbers that lie at even distances.
+"""What the kernels take of the given tensors: rows that are copied 16 bytes at a time.
 
-It wants an address and a distance between rows that are multiples of 16 bytes, and counts rows in i32 (CUDA driver API,
-cuTensorMapEncodeTiled).  A query that is otherwise is copied; a cache that is otherwise is refused.
+The copy engine (TMA), which the kernel for many rows uses, takes matrices: rows at even distances, which it counts in i32
+(CUDA driver API, cuTensorMapEncodeTiled).  Threads copy rows from wherever they lie.  A query that is otherwise is copied; a
+cache that is otherwise is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pagedmla.contract.arguments import DecodeArguments
 from pagedmla.contract.support import Refusal
-from pagedmla.kernels.gluon.choice import refuses_count
+from pagedmla.kernels.gluon.choice import Choice, refuses_count
 from pagedmla.kernels.gluon.layouts import TILE
 
 BLOCK_ROWS = 64
@@ -45,17 +46,16 @@ class Rows(NamedTuple):
         return TensorDescriptor(self.base, shape, strides, [rows, columns], TILE)
 
 
-class QueryRows(NamedTuple):
-    """The query rows, (token, head) after (token, head).
+class QueryParts(NamedTuple):
+    """The queries as a kernel reads them.
 
     Attributes:
-        latent: [num_tokens * num_heads, at least 512].
-        rope: the matrix with the rotated part, which may be the same one.
-        rope_column: where it begins in a row.
+        latent, rope: [num_tokens, num_heads, ...]; they may be the same tensor.
+        rope_column: where the rotated part begins in a row of the second.
     """
 
-    latent: Rows
-    rope: Rows
+    latent: Tensor
+    rope: Tensor
     rope_column: int
 
 
@@ -64,41 +64,61 @@ def query_bytes(num_tokens: int, num_heads: int, head_dim_qk: int) -> int:
     return 2 * num_tokens * num_heads * head_dim_qk + _ALIGNMENT
 
 
-def query_rows(args: DecodeArguments, room: Tensor | None) -> QueryRows:
-    """The queries as rows: where they lie, or packed copies in ``room``.
+def query_parts(args: DecodeArguments, choice: Choice, room: Tensor | None) -> QueryParts:
+    """The queries where they lie, or packed copies in ``room``.
 
     Args:
         args: checked.
+        choice: the kernel.
         room: uint8 [at least ``query_bytes``], written only where a copy is needed; None: torch's allocator gives memory then.
     """
-    latent, room = _rows(args.q, room)
+    latent, room = _readable(args.q, choice, room)
     if args.q_pe is None:
-        return QueryRows(latent, latent, args.kv_lora_rank)
-    return QueryRows(latent, _rows(args.q_pe, room)[0], 0)
+        return QueryParts(latent, latent, args.kv_lora_rank)
+    return QueryParts(latent, _readable(args.q_pe, choice, room)[0], 0)
 
 
-def is_in_place(args: DecodeArguments) -> bool:
+def is_in_place(args: DecodeArguments, choice: Choice) -> bool:
     """Whether the queries need no copy."""
-    return all(part is None or _rows_in_place(part) is not None for part in (args.q, args.q_pe))
+    return all(part is None or _reads(choice, part) for part in (args.q, args.q_pe))
 
 
-def _rows(part: Tensor, room: Tensor | None) -> tuple[Rows, Tensor | None]:
-    """The rows of ``part``, and what is left of ``room``."""
-    found = _rows_in_place(part)
-    if found is not None:
-        return found, room
-    num_tokens, num_heads, width = part.shape
+def _readable(part: Tensor, choice: Choice, room: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """``part`` or a packed copy of it, and what is left of ``room``."""
+    if _reads(choice, part):
+        return part, room
     if room is None:
-        copy = part.clone(memory_format=torch.contiguous_format)
-    else:
-        room = room[-room.data_ptr() % _ALIGNMENT :]
-        size = part.numel() * part.element_size()
-        copy = room[:size].view(part.dtype).view(part.shape).copy_(part)
-        room = room[size:]
-    return Rows(copy, num_tokens * num_heads, width, width), room
+        return part.clone(memory_format=torch.contiguous_format), None
+    room = room[-room.data_ptr() % _ALIGNMENT :]
+    size = part.numel() * part.element_size()
+    return room[:size].view(part.dtype).view(part.shape).copy_(part), room[size:]
 
 
-def _rows_in_place(part: Tensor) -> Rows | None:
+def _reads(choice: Choice, part: Tensor) -> bool:
+    """Whether the kernel can read ``part`` of the queries where it lies."""
+    if choice.kernel == "many_heads":
+        return _matrix_or_none(part) is not None
+    # the threads of the kernel for few rows find each by its own strides; a lone one has no next
+    sizes, strides = part.shape[:2], part.stride()[:2]
+    apart = [stride for size, stride in zip(sizes, strides, strict=True) if size > 1]
+    return not any(_misfit(part, stride) for stride in apart or [0])
+
+
+def matrix_of(part: Tensor) -> Rows:
+    """A part of ``query_parts`` for the kernel for many rows as [num_tokens * num_heads, width].
+
+    Raises:
+        ValueError: its rows do not lie at even distances.
+    """
+    found = _matrix_or_none(part)
+    if found is None:
+        raise ValueError(
+            f"rows at even distances wanted, got shape {tuple(part.shape)}, strides {part.stride()}"
+        )
+    return found
+
+
+def _matrix_or_none(part: Tensor) -> Rows | None:
     """[num_tokens, num_heads, width] as [num_tokens * num_heads, width], or None where its rows lie otherwise."""
     num_tokens, num_heads, width = part.shape
     token_stride, head_stride = part.stride()[:2]
@@ -117,7 +137,7 @@ def _rows_in_place(part: Tensor) -> Rows | None:
 
 
 def _misfit(tensor: Tensor, stride: int) -> str:
-    """What of the address or of the distance between rows, in numbers, the copy engine does not take; empty where both fit."""
+    """What of the address or of the distance between rows, in numbers, no kernel takes; empty where both fit."""
     num_bytes = stride * tensor.element_size()
     if tensor.data_ptr() % _ALIGNMENT:
         return f"address {hex(tensor.data_ptr())}"
@@ -132,9 +152,19 @@ def cache_rows(kv_cache: Tensor) -> tuple[Rows, int]:
     Pages may lie apart, as one layer's do in a pool of many: what lies between them are rows that nobody asks for.
     """
     num_pages, page_size, width = kv_cache.shape
-    page_stride, token_stride = kv_cache.stride()[:2]
+    page_stride, token_stride = _cache_strides(kv_cache)
     rows_per_page = page_stride // token_stride if num_pages > 1 else 0
     return Rows(kv_cache, (num_pages - 1) * rows_per_page + page_size, width, token_stride), rows_per_page
+
+
+def _cache_strides(kv_cache: Tensor) -> tuple[int, int]:
+    """Numbers from one page to the next, and from one token to the next."""
+    num_pages, page_size, width = kv_cache.shape
+    page_stride, token_stride = kv_cache.stride()[:2]
+    if page_size > 1:
+        return page_stride, token_stride
+    # a page's only token has no next one in it: whatever its stride says, the next page's is the next
+    return page_stride, page_stride if num_pages > 1 else width
 
 
 def refuses_tensors(args: DecodeArguments) -> Refusal | None:
@@ -142,7 +172,7 @@ def refuses_tensors(args: DecodeArguments) -> Refusal | None:
     num_pages, _, width = args.kv_cache.shape
     if num_pages == 0:
         return None
-    page_stride, token_stride = args.kv_cache.stride()[:2]
+    page_stride, token_stride = _cache_strides(args.kv_cache)
     misfit = _misfit(args.kv_cache, token_stride)
     if misfit:
         wanted = f"an address and a distance between tokens that are multiples of {_ALIGNMENT} bytes"

@@ -10,7 +10,7 @@ from typing import Any
 import batches
 import pytest
 import torch
-from gluon_backend import DEVICE, MODES, PERSISTENT, check, is_zero, make_batch, needs_hopper, rows_of
+from gluon_backend import DEVICE, check, is_zero, make_batch, needs_hopper, rows_of
 from torch import Tensor
 
 import pagedmla
@@ -18,9 +18,9 @@ from pagedmla import BatchBounds, DecodePlan, DecodeProblem
 
 pytestmark = needs_hopper
 
-HEADS, PAGE, WIDTH, SEQS, STEPS = 32, 64, 20, 8, 45
-# heads and query tokens of the kernel for few rows
-FEW = ((16, 1), (5, 3))
+PAGE, WIDTH, SEQS, STEPS = 64, 20, 8, 45
+# heads and query tokens: of the kernel for few rows, and of that for many with one lane, two and three
+SHAPES = ((16, 1), (5, 3), (32, 1), (32, 3), (128, 1), (64, 3))
 CAPACITY = PAGE * WIDTH
 POOL = SEQS * WIDTH + 5
 SCALE = 0.13
@@ -38,17 +38,15 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 class Engine:
     """Tensors at fixed addresses: what an engine fills in place before it replays."""
 
-    def __init__(
-        self, max_q_len: int, mode: dict[str, Any], heads_first: bool = False, num_heads: int = HEADS
-    ) -> None:
+    def __init__(self, num_heads: int, max_q_len: int, copied: bool = False) -> None:
+        """``copied``: the query's rows do not lie at multiples of 16 bytes; the launch copies it, within the workspace."""
         self.num_heads = num_heads
-        problem = DecodeProblem(num_heads, SCALE, max_q_len=max_q_len, **mode)
+        problem = DecodeProblem(num_heads, SCALE, max_q_len=max_q_len)
         self.plan = DecodePlan(problem, BatchBounds(SEQS, WIDTH), DEVICE, backend="gluon")
         rows = SEQS * max_q_len
         self.q = torch.full((rows, num_heads, 576), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-        if heads_first:
-            # as a batched projection leaves them: the launch copies them, within the workspace
-            self.q = self.q.transpose(0, 1).contiguous().transpose(0, 1)
+        if copied:
+            self.q = torch.cat([self.q, self.q[..., :3]], -1)[..., :576]
         self.cache = torch.full((POOL, PAGE, 576), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         self.out = torch.empty(rows, num_heads, 512, dtype=torch.bfloat16, device=DEVICE)
         self.lse = torch.empty(rows, num_heads, device=DEVICE)
@@ -110,18 +108,11 @@ def walk(max_q_len: int) -> Iterator[tuple[list[int], list[int]]]:
         yield list(lens), q_lens
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "mode", "max_q_len"),
-    [
-        *((HEADS, mode, max_q_len) for mode in MODES for max_q_len in (1, 3)),
-        *((n, PERSISTENT, q) for n, q in FEW),
-    ],
-    ids=str,
-)
-def test_a_replay_is_right_at_every_step(num_heads: int, mode: dict[str, Any], max_q_len: int) -> None:
-    # the query is copied in half of the engines, and half of them capture the metadata step too
-    engine = Engine(max_q_len, mode, heads_first=max_q_len == 1, num_heads=num_heads)
-    inside = (max_q_len == 3) == (mode == PERSISTENT)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("num_heads", "max_q_len"), SHAPES)
+def test_a_replay_is_right_at_every_step(num_heads: int, max_q_len: int, inside: bool) -> None:
+    """``inside``: the metadata step is captured too."""
+    engine = Engine(num_heads, max_q_len, copied=max_q_len == 1)
     engine.update()
     replay = captured(engine.update_and_run if inside else engine.run)
     for step, (lens, q_lens) in enumerate(walk(max_q_len)):
@@ -148,12 +139,10 @@ def no_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize(
-    ("num_heads", "mode"), [*((HEADS, mode) for mode in MODES), (5, PERSISTENT)], ids=str
-)
-def test_a_step_neither_waits_nor_allocates(num_heads: int, mode: dict[str, Any], heads_first: bool) -> None:
-    engine = Engine(3, mode, heads_first, num_heads)
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("num_heads", [5, 32, 128])
+def test_a_step_neither_waits_nor_allocates(num_heads: int, copied: bool) -> None:
+    engine = Engine(num_heads, 3, copied)
     call = engine.fill([127, 0, 131, 1, CAPACITY, 64, 65, 7], [1, 2, 3, 0, 1, 1, 3, 2], 0)
     engine.update_and_run()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -164,8 +153,9 @@ def test_a_step_neither_waits_nor_allocates(num_heads: int, mode: dict[str, Any]
     engine.check(call)
 
 
-def test_a_call_with_outputs_and_workspace_neither_waits_nor_allocates() -> None:
-    engine = Engine(1, PERSISTENT)
+@pytest.mark.parametrize("num_heads", [16, 32])
+def test_a_call_with_outputs_and_workspace_neither_waits_nor_allocates(num_heads: int) -> None:
+    engine = Engine(num_heads, 1)
     call = engine.fill([127, 0, 131, 1, CAPACITY, 64, 65, 7], [1] * SEQS, 0)
     given = (engine.q, engine.cache, engine.table, engine.lens)
     options = {

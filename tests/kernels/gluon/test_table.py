@@ -38,14 +38,17 @@ MANY = DecodeProblem(128, 0.07)
         {"num_heads": 5, "max_q_len": 3},
         {"num_heads": 16, "schedule": "persistent"},
         {"num_heads": 16, "causal": False, "page_size": 192},
-        {"num_heads": 5, "max_q_len": 4, "num_kv_splits": 3},
+        {"num_heads": 16, "page_size": 1},
+        {"num_heads": 5, "max_q_len": 3, "page_size": 48},
         {"num_heads": 5, "max_q_len": 4},
+        {"page_size": 1},
+        {"page_size": 480},
         {"page_size": 128},
+        {"num_heads": 17, "page_size": 16},
         {"page_size": 192},
         {"q_dtype": torch.float16, "kv_layout": "fp16"},
         {"causal": False, "max_q_len": 3},
         {"schedule": "persistent"},
-        {"schedule": "split", "num_kv_splits": 65535},
     ],
     ids=str,
 )
@@ -56,17 +59,16 @@ def test_what_it_takes_it_is_chosen_for(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "argument", "number", "instead"),
     [
-        ({"num_heads": 16, "schedule": "split"}, "schedule", "schedule", "'split' for 16 rows (num_heads 16", "triton"),
-        ({"num_heads": 5, "max_q_len": 3, "num_kv_splits": 2}, "num_kv_splits", "num_kv_splits", "2 for 15 rows", "triton"),
-        ({"num_heads": 1, "schedule": "split", "num_kv_splits": 1}, "num_kv_splits", "num_kv_splits", "1 for 1 rows", "triton"),
+        ({"num_heads": 16, "schedule": "split"}, "schedule", "schedule", "'split'", "triton"),
+        ({"schedule": "split"}, "schedule", "schedule", "'split'", "triton"),
+        ({"num_heads": 5, "max_q_len": 3, "num_kv_splits": 2}, "num_kv_splits", "num_kv_splits", "2", "triton"),
+        ({"schedule": "split", "num_kv_splits": 1}, "num_kv_splits", "num_kv_splits", "1", "triton"),
         ({"num_heads": 16, "batch_invariant": True}, "batch_invariant", "batch_invariant", "True", "triton"),
-        ({"page_size": 16}, "page_size", "kv_cache", "16", "triton"),
-        ({"page_size": 480}, "page_size", "kv_cache", "480", "triton"),
         ({"kv_lora_rank": 256}, "head_dim", "q", "256 + 64", "triton"),
         ({"qk_rope_head_dim": 0}, "head_dim", "q", "512 + 0", "triton"),
         ({"batch_invariant": True}, "batch_invariant", "batch_invariant", "True", "triton"),
         ({"kv_layout": "fp8_per_tensor"}, "dtype_pair", "kv_cache", "torch.bfloat16 with a fp8_per_tensor", "torch"),
-        ({"schedule": "persistent", "num_kv_splits": 2}, "schedule", "schedule", "persistent", None),
+        ({"schedule": "persistent", "num_kv_splits": 2}, "num_kv_splits", "num_kv_splits", "2", None),
         ({"num_kv_splits": 65536}, "num_kv_splits", "num_kv_splits", "65536", "torch"),
     ],
     ids=str,
@@ -154,7 +156,7 @@ def test_cases_from_the_table_visit_every_value_that_is_taken() -> None:
     assert problems == accepted_problems(H200, "gluon")
     for axis in AXES:
         for sample in axis.samples:
-            tries = [replace(MANY, **(rows | sample)) for rows in ({}, {"max_q_len": 16})]
+            tries = [replace(MANY, **(rows | sample)) for rows in ({}, {"max_q_len": 16}, {"num_heads": 16})]
             taken = any(not refusals(problem, H200, "gluon") for problem in tries)
             seen = any(
                 all(getattr(problem, name) == value for name, value in sample.items()) for problem in problems

@@ -7,31 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_backend import RANK, ROPE, arguments, make_batch, problem_of
+from gluon_backend import RANK, ROPE, args_of, arguments, heads_first, make_batch, problem_of
 from torch import Tensor
 
 import pagedmla
-from pagedmla.contract.arguments import DecodeArguments
 from pagedmla.contract.errors import InvalidArgument, Unsupported
 from pagedmla.contract.target import KNOWN_TARGETS
 from pagedmla.dispatch import backend_for, workspace_bytes
 from pagedmla.kernels import gluon, triton
 from pagedmla.kernels.gluon import launch
-from pagedmla.kernels.gluon.layouts import TILE
-from pagedmla.kernels.gluon.many_heads import decode_many_heads
-from pagedmla.kernels.gluon.tensors import Rows, cache_rows, query_bytes, query_rows, refuses_tensors
-from pagedmla.kernels.policy import GLUON_DECODE_CONFIG
-from pagedmla.kernels.split_kv.launch import make_step
+from pagedmla.kernels.gluon.choice import Choice, few_heads, many_heads
+from pagedmla.kernels.gluon.tensors import (
+    Rows,
+    cache_rows,
+    is_in_place,
+    matrix_of,
+    query_bytes,
+    query_parts,
+    refuses_tensors,
+)
 
 H200 = KNOWN_TARGETS["sm_90"]
 WIDTH = RANK + ROPE
-
-
-def args_of(call: dict[str, Any], **changes: Any) -> DecodeArguments:
-    """What the operators make of a call."""
-    given = {name: value for name, value in call.items() if name not in ("q_scale", "kv_scale")} | changes
-    q, q_pe = given.pop("q") if isinstance(given["q"], tuple) else (given.pop("q"), None)
-    return DecodeArguments(q=q, q_pe=q_pe, **given)
 
 
 def call_of(page_size: int = 64, **options: Any) -> dict[str, Any]:
@@ -52,10 +49,6 @@ def wider(tensor: Tensor, *extra: int) -> Tensor:
     return view.copy_(tensor)
 
 
-def heads_first(tensor: Tensor) -> Tensor:
-    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
-
-
 def moved(tensor: Tensor, numbers: int) -> Tensor:
     """The tensor in memory that begins ``numbers`` numbers past a multiple of 16 bytes."""
     room = torch.empty(tensor.numel() + 16, dtype=tensor.dtype)
@@ -63,62 +56,77 @@ def moved(tensor: Tensor, numbers: int) -> Tensor:
     return room[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
-QUERIES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "packed": (lambda q: q, True),
-    "wider rows": (lambda q: wider(q, 0, 0, 64), True),
-    "heads apart": (lambda q: wider(q, 0, 2, 0), False),
-    "rows of an odd width": (lambda q: wider(q, 0, 0, 3), False),
-    "an odd address": (lambda q: moved(q, 1), False),
-    "heads first": (heads_first, False),
-    "expanded over tokens": (lambda q: q[:1].expand(len(q), -1, -1), False),
-    "expanded over heads": (lambda q: q[:, :1].expand(-1, q.shape[1], -1), False),
-    "one token of an odd stride": (lambda q: wider(q, 0, 1, 0)[:1], True),
-    "one head": (lambda q: wider(q, 0, 1, 0)[:, :1], True),
-    "one head, heads first": (lambda q: heads_first(q)[:, :1], True),
-    "one row": (lambda q: wider(q, 0, 0, 3)[:1, :1], True),
+FEW, MANY = few_heads(132), many_heads(1, 132)
+both_kernels = pytest.mark.parametrize("choice", [FEW, MANY], ids=lambda choice: choice.kernel)
+
+# and whether the kernel for few rows, and that for many, read them where they lie
+QUERIES: dict[str, tuple[Callable[[Tensor], Tensor], bool, bool]] = {
+    "packed": (lambda q: q, True, True),
+    "wider rows": (lambda q: wider(q, 0, 0, 64), True, True),
+    "heads apart": (lambda q: wider(q, 0, 2, 0), True, False),
+    "rows of an odd width": (lambda q: wider(q, 0, 0, 3), False, False),
+    "an odd address": (lambda q: moved(q, 1), False, False),
+    "heads first": (heads_first, True, False),
+    "expanded over tokens": (lambda q: q[:1].expand(len(q), -1, -1), True, False),
+    "expanded over heads": (lambda q: q[:, :1].expand(-1, q.shape[1], -1), True, False),
+    "one token of an odd stride": (lambda q: wider(q, 0, 1, 0)[:1], True, True),
+    "one head": (lambda q: wider(q, 0, 1, 0)[:, :1], True, True),
+    "one head, heads first": (lambda q: heads_first(q)[:, :1], True, True),
+    "one row": (lambda q: wider(q, 0, 0, 3)[:1, :1], True, True),
 }
 
 
+@both_kernels
 @pytest.mark.parametrize("name", QUERIES)
-def test_query_rows_are_token_after_token_and_copied_only_where_they_must(name: str) -> None:
-    change, in_place = QUERIES[name]
+def test_queries_are_read_where_they_lie_and_copied_only_where_they_must(name: str, choice: Choice) -> None:
+    change, few, many = QUERIES[name]
+    in_place = few if choice is FEW else many
     q = change(call_of()["q"])
     args = args_of(call_of(), q=q)
     storage = torch.full((query_bytes(*q.shape) + 33,), 0xA5, dtype=torch.uint8)
+    assert is_in_place(args, choice) == in_place
     for room in (None, storage[3:-30], storage[16:-17]):
-        found = query_rows(args, room)
-        assert torch.equal(matrix(found.latent), q.reshape(-1, WIDTH))
+        found = query_parts(args, choice, room)
+        assert torch.equal(found.latent, q)
         assert found.rope is found.latent
         assert found.rope_column == RANK
-        assert found.latent.base.data_ptr() % 16 == 0
-        assert (found.latent.base is q) == in_place
+        assert found.latent.data_ptr() % 16 == 0
+        assert (found.latent is q) == in_place
+        if choice is MANY:
+            assert torch.equal(matrix(matrix_of(found.latent)), q.reshape(-1, WIDTH))
         if room is not None and not in_place:
-            inside = found.latent.base.data_ptr() - room.data_ptr()
+            inside = found.latent.data_ptr() - room.data_ptr()
             assert 0 <= inside < 16
     assert bool((storage[:3] == 0xA5).all() & (storage[-17:] == 0xA5).all()), (
         "bytes around the room were written"
     )
 
 
-def test_a_pair_has_a_matrix_for_each_part() -> None:
+@both_kernels
+def test_a_pair_is_read_or_copied_each_by_itself(choice: Choice) -> None:
     q = call_of()["q"]
     latent, rope = q[..., :RANK], q[..., RANK:]
     room = torch.zeros(query_bytes(*q.shape), dtype=torch.uint8)
+    apart = choice is MANY
     for pair, copied in (
         ((latent.contiguous(), rope.contiguous()), (False, False)),
         # the parts of packed rows are rows at even distances
         ((latent, rope), (False, False)),
-        ((heads_first(latent), rope.contiguous()), (True, False)),
+        ((heads_first(latent), rope.contiguous()), (apart, False)),
         ((latent.contiguous(), wider(rope, 0, 0, 3)), (False, True)),
-        ((heads_first(latent), heads_first(rope)), (True, True)),
+        ((heads_first(latent), heads_first(rope)), (apart, apart)),
     ):
         for memory in (None, room):
-            found = query_rows(args_of(call_of(), q=pair), memory)
-            assert torch.equal(matrix(found.latent), latent.reshape(-1, RANK))
-            assert torch.equal(matrix(found.rope), rope.reshape(-1, ROPE))
+            found = query_parts(args_of(call_of(), q=pair), choice, memory)
+            assert torch.equal(found.latent, latent)
+            assert torch.equal(found.rope, rope)
             assert found.rope_column == 0
-            bases = (found.latent.base, found.rope.base)
-            assert tuple(base is not part for base, part in zip(bases, pair, strict=True)) == copied
+            assert tuple(a is not b for a, b in zip(found, pair, strict=False)) == copied
+
+
+def test_queries_that_were_not_copied_are_no_matrix() -> None:
+    with pytest.raises(ValueError, match="rows at even distances wanted"):
+        matrix_of(heads_first(call_of()["q"]))
 
 
 CACHES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -133,7 +141,7 @@ CACHES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("page_size", [64, 192])
+@pytest.mark.parametrize("page_size", [1, 48, 64, 192])
 @pytest.mark.parametrize("name", CACHES)
 def test_cache_rows_find_every_token_of_every_page(name: str, page_size: int) -> None:
     cache = CACHES[name](call_of(page_size, poison="finite")["kv_cache"])
@@ -181,45 +189,25 @@ def test_a_cache_that_cannot_be_viewed_goes_to_triton_or_is_refused_by_name(name
     assert backend_for(args, problem, H200, "triton") == "triton"
 
 
+@pytest.mark.parametrize(
+    ("page_size", "extra", "got"),
+    [(16, 8, None), (1, 8, None), (64, 8, None), (16, 4, "1160 bytes"), (1, 3, "1158 bytes")],
+)
+def test_tokens_lie_at_multiples_of_16_bytes_whoever_copies_them(
+    page_size: int, extra: int, got: str | None
+) -> None:
+    call = arguments(make_batch([70, 0, 130], [2, 1, 3], num_heads=5), page_size, device="cpu")
+    args = args_of(call, kv_cache=wider(call["kv_cache"], 0, 0, extra), max_q_len=3)
+    assert backend_for(args, args.problem(), H200, None) == ("triton" if got else "gluon")
+    refusal = refuses_tensors(args)
+    assert (refusal is None) == (got is None)
+    if refusal is not None:
+        assert (refusal.code, refusal.argument, refusal.got[:10]) == ("alignment", "kv_cache", got)
+
+
 def test_a_pool_without_pages_is_nothing_to_refuse() -> None:
     call = call_of()
     assert refuses_tensors(args_of(call, kv_cache=call["kv_cache"][:0])) is None
-
-
-@pytest.mark.parametrize("pair", [False, True])
-def test_the_kernel_gets_each_argument_in_its_place(pair: bool) -> None:
-    call = call_of(poison="finite")
-    if pair:
-        call["q"] = (call["q"][..., :RANK].contiguous(), call["q"][..., RANK:].contiguous())
-    args = args_of(call)
-    step = make_step(args, args.problem(), H200, GLUON_DECODE_CONFIG)
-    parts = step.layout.carve(None, torch.device("cpu"))
-    out, lse = torch.empty(6, 7, RANK, dtype=torch.bfloat16), torch.empty(7, 6).t()
-    given = launch.decode_arguments(step, parts, query_rows(args, None), out, lse)
-    constants = launch.decode_constants(step.problem, step.ragged, step.causal)
-    names = decode_many_heads.arg_names
-    assert len(given) + len(constants) == len(names)
-    assert names[len(given) :] == list(constants)
-    found = dict(zip(names, given, strict=False)) | constants
-    widths = (RANK, ROPE) if pair else (WIDTH, WIDTH)
-    pages = call["kv_cache"].shape[0]
-    for name, shape, columns in (
-        ("q_desc", [42, widths[0]], 256),
-        ("q_rope_desc", [42, widths[1]], 64),
-        ("latent_desc", [pages * 64, WIDTH], 256),
-        ("rope_desc", [pages * 64, WIDTH], 64),
-    ):
-        descriptor = found[name]
-        assert (descriptor.shape, descriptor.strides) == (shape, [shape[1], 1]), name
-        assert (descriptor.block_shape, descriptor.layout) == ([64, columns], TILE), name
-    assert found["q_rope_column"] == (0 if pair else RANK)
-    assert (found["rows_per_page"], found["num_pages"]) == (64, pages)
-    assert (found["num_seqs"], found["capacity"]) == (3, 64 * call["block_table"].shape[1])
-    assert (found["out_token_stride"], found["out_head_stride"]) == (7 * RANK, RANK)
-    assert (found["lse_token_stride"], found["lse_head_stride"]) == (1, 6)
-    assert found["block_table_stride"] == call["block_table"].shape[1]
-    assert found["cu_seqlens_q"] is call["cu_seqlens_q"]
-    assert constants == {"RAGGED": True, "CAUSAL": True, "NUM_HEADS": 7, "PAGE_SIZE": 64}
 
 
 def test_a_workspace_holds_a_copy_of_the_query_and_whatever_the_next_backend_needs() -> None:
@@ -241,23 +229,22 @@ def test_a_ragged_call_that_hides_its_longest_query_has_a_workspace_too() -> Non
 
 def test_a_workspace_without_room_for_the_query_is_refused() -> None:
     call = call_of()
-    args = args_of(call, q=heads_first(call["q"]))
-    step = make_step(args, args.problem(), H200, GLUON_DECODE_CONFIG)
-    needed = step.layout.num_bytes + query_bytes(6, 7, WIDTH)
-    for size, fits in ((needed, True), (needed - 1, False)):
-        workspace = torch.zeros(size, dtype=torch.uint8)
-        given = args_of(call, q=heads_first(call["q"]), workspace=workspace)
-        if fits:
-            room = launch._query_room(given, step.layout.num_bytes)
-            assert room is not None
-            assert torch.equal(matrix(query_rows(given, room).latent), call["q"].reshape(-1, WIDTH))
-        else:
-            with pytest.raises(InvalidArgument) as caught:
-                launch._query_room(given, step.layout.num_bytes)
-            assert caught.value.argument == "workspace"
-            assert str(needed) in caught.value.wanted
-    in_place = args_of(call, workspace=torch.zeros(1, dtype=torch.uint8))
-    assert launch._query_room(in_place, step.layout.num_bytes) is None
+    q = wider(call["q"], 0, 0, 3)
+    for choice in (FEW, MANY):
+        needed = choice.layout.num_bytes + query_bytes(6, 7, WIDTH)
+        for size, fits in ((needed, True), (needed - 1, False)):
+            given = args_of(call, q=q, workspace=torch.zeros(size, dtype=torch.uint8))
+            if fits:
+                room = launch._query_room(given, choice)
+                assert room is not None
+                assert torch.equal(query_parts(given, choice, room).latent, call["q"])
+            else:
+                with pytest.raises(InvalidArgument) as caught:
+                    launch._query_room(given, choice)
+                assert caught.value.argument == "workspace"
+                assert str(needed) in caught.value.wanted
+        in_place = args_of(call, workspace=torch.zeros(1, dtype=torch.uint8))
+        assert launch._query_room(in_place, choice) is None
 
 
 def test_rows_without_any_key_are_written_without_a_launch() -> None:

@@ -10,12 +10,10 @@ import torch
 from batches import same_bits
 from gluon_backend import (
     DEVICE,
-    MODES,
-    PERSISTENT,
-    SPLITS,
     arguments,
     check,
     checked,
+    heads_first,
     make_batch,
     needs_hopper,
     problem_of,
@@ -40,10 +38,6 @@ def _padded(tensor: Tensor, *extra: int) -> Tensor:
     return view.copy_(tensor)
 
 
-def _heads_first(q: Tensor) -> Tensor:
-    return q.transpose(0, 1).contiguous().transpose(0, 1)
-
-
 def _every_other(tensor: Tensor) -> Tensor:
     wide = torch.full((2 * tensor.shape[0], *tensor.shape[1:]), -1, dtype=tensor.dtype, device=DEVICE)
     wide[::2] = tensor
@@ -60,7 +54,7 @@ VIEWS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "q heads apart": lambda call: {"q": _padded(call["q"], 1, 2, 0)},
     "q wider rows": lambda call: {"q": _padded(call["q"], 1, 0, 8)},
     "q odd slice": lambda call: {"q": _padded(call["q"], 0, 1, 3)},
-    "q heads first": lambda call: {"q": _heads_first(call["q"])},
+    "q heads first": lambda call: {"q": heads_first(call["q"])},
     "cache slots apart": lambda call: {"kv_cache": _padded(call["kv_cache"], 0, 3, 0)},
     "cache wider tokens": lambda call: {"kv_cache": _padded(call["kv_cache"], 1, 1, 8)},
     "cache offset": lambda call: {"kv_cache": _padded(call["kv_cache"], 2, 0, 0)},
@@ -74,39 +68,47 @@ VIEWS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def _call() -> dict[str, Any]:
-    return arguments(make_batch([133, 0, 700], [1, 2, 3], num_heads=20))
+# one of each kernel's
+both_kernels = pytest.mark.parametrize("num_heads", [5, 20])
 
 
-@pytest.mark.parametrize("mode", [PERSISTENT, SPLITS], ids=str)
+def _call(num_heads: int, longest: int = 700) -> dict[str, Any]:
+    return arguments(make_batch([133, 0, longest], [1, 2, 3], num_heads=num_heads, spread=0.7))
+
+
+@both_kernels
+@pytest.mark.parametrize("longest", [700, 9000])
 @pytest.mark.parametrize("name", VIEWS)
-def test_same_bits(name: str, mode: dict[str, Any]) -> None:
-    call = _call()
+def test_same_bits(name: str, longest: int, num_heads: int) -> None:
+    """Twice: the second time straight to the driver."""
+    call = _call(num_heads, longest)
     change = VIEWS[name](call)
     for key, value in change.items():
         assert same_bits((value,), (call[key],))
         assert value.stride() != call[key].stride() or value.storage_offset()
-    plain = run(call, **mode)
+    plain = run(call)
     check(plain, call)
-    assert same_bits(plain, run(call | change, **mode))
+    for _ in range(2):
+        assert same_bits(plain, run(call | change))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_pair_of_queries_with_strides_of_their_own(mode: dict[str, Any]) -> None:
-    call = _call()
+@both_kernels
+def test_a_pair_of_queries_with_strides_of_their_own(num_heads: int) -> None:
+    call = _call(num_heads)
     latent, rope = call["q"][..., :512], call["q"][..., 512:]
-    plain = run(call, **mode)
+    plain = run(call)
     for pair in (
         (latent, rope),
         (latent.contiguous(), rope.contiguous()),
-        (_heads_first(latent), _padded(rope, 1, 2, 5)),
+        (heads_first(latent), _padded(rope, 1, 2, 5)),
     ):
-        assert same_bits(plain, run(call, q=pair, **mode))
+        assert same_bits(plain, run(call, q=pair))
 
 
-def test_an_expanded_table_and_query() -> None:
+@both_kernels
+def test_an_expanded_table_and_query(num_heads: int) -> None:
     """Beams over one prompt: every row of the table is the same memory."""
-    call = arguments(make_batch([140], [1], num_heads=20))
+    call = arguments(make_batch([140], [1], num_heads=num_heads))
     lens = torch.full((3,), 140, dtype=torch.int32, device=DEVICE)
     wide = call | {"q": torch.cat([call["q"]] * 3), "seq_lens": lens, "cu_seqlens_q": None}
     expanded = wide | {
@@ -118,52 +120,55 @@ def test_an_expanded_table_and_query() -> None:
     assert same_bits(checked(copied), run(expanded))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("extra", [(2, 3, 0), (1, 2, 8), (1, 2, 3)], ids=str)
-def test_out_and_lse_as_views(extra: tuple[int, int, int], mode: dict[str, Any]) -> None:
+@both_kernels
+@pytest.mark.parametrize("longest", [700, 9000])
+def test_out_and_lse_as_views(extra: tuple[int, int, int], longest: int, num_heads: int) -> None:
     """Only the view is written; what lies between its rows and around it stays."""
-    call = _call()
+    call = _call(num_heads, longest)
     out_base = torch.full(
-        [size + 2 * more for size, more in zip((6, 20, 512), extra, strict=True)],
+        [size + 2 * more for size, more in zip((6, num_heads, 512), extra, strict=True)],
         -768.0, dtype=torch.bfloat16, device=DEVICE,
     )  # fmt: skip
     lse_base = torch.full(
-        [size + 2 * more for size, more in zip((6, 20), extra[:2], strict=True)], -768.0, device=DEVICE
+        [size + 2 * more for size, more in zip((6, num_heads), extra[:2], strict=True)], -768.0, device=DEVICE
     )
     out, lse = out_base, lse_base
-    for axis, (size, more) in enumerate(zip((6, 20, 512), extra, strict=True)):
+    for axis, (size, more) in enumerate(zip((6, num_heads, 512), extra, strict=True)):
         out = out.narrow(axis, more, size)
         lse = lse.narrow(axis, more, size) if axis < 2 else lse
-    run(call, out=out, lse=lse, **mode)
+    run(call, out=out, lse=lse)
     check((out, lse), call)
     for base, view in ((out_base, out), (lse_base, lse)):
         view.fill_(-768.0)
         assert bool((base == -768).all()), "memory between or around the rows was written"
 
 
-def test_out_with_heads_first() -> None:
-    call = _call()
-    out = torch.empty(20, 6, 512, dtype=torch.bfloat16, device=DEVICE).transpose(0, 1)
-    lse = torch.empty(20, 6, device=DEVICE).transpose(0, 1)
-    plain = run(call, **SPLITS)
-    assert same_bits(plain, run(call, out=out, lse=lse, **SPLITS))
+@both_kernels
+def test_out_with_heads_first(num_heads: int) -> None:
+    call = _call(num_heads)
+    out = torch.empty(num_heads, 6, 512, dtype=torch.bfloat16, device=DEVICE).transpose(0, 1)
+    lse = torch.empty(num_heads, 6, device=DEVICE).transpose(0, 1)
+    plain = run(call)
+    assert same_bits(plain, run(call, out=out, lse=lse))
     assert same_bits(plain, (out, lse))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_cache_that_the_copy_engine_cannot_read_goes_to_triton_or_is_refused(mode: dict[str, Any]) -> None:
-    call = _call()
+@both_kernels
+def test_a_cache_that_the_copy_engine_cannot_read_goes_to_triton_or_is_refused(num_heads: int) -> None:
+    call = _call(num_heads)
     odd = call | {"kv_cache": _padded(call["kv_cache"], 1, 1, 1)}
-    check(run(odd, backend=None, **mode), odd)
-    assert same_bits(run(odd, backend=None, **mode), run(odd, backend="triton", **mode))
+    check(run(odd, backend=None), odd)
+    assert same_bits(run(odd, backend=None), run(odd, backend="triton"))
     with pytest.raises(Unsupported) as caught:
-        run(odd, **mode)
+        run(odd)
     assert caught.value.argument == "kv_cache"
 
 
-def test_a_plan_takes_either_cache_in_the_same_workspace() -> None:
+@both_kernels
+def test_a_plan_takes_either_cache_in_the_same_workspace(num_heads: int) -> None:
     """Made before the cache is seen, without a backend's name: what is odd goes to the next best, and fits."""
-    call = _call() | {"cu_seqlens_q": None}
+    call = _call(num_heads) | {"cu_seqlens_q": None}
     problem, bounds = problem_of(call, 2)
     plan = DecodePlan(problem, bounds, DEVICE)
     assert plan.backend == "gluon"
@@ -176,12 +181,14 @@ def test_a_plan_takes_either_cache_in_the_same_workspace() -> None:
         DecodePlan(problem, bounds, DEVICE, backend="gluon").run(call["q"], cache)
 
 
-def test_another_stream_and_another_current_device() -> None:
+@both_kernels
+def test_another_stream_and_another_current_device(num_heads: int) -> None:
     """All launches go to the current stream, the copy of the query included: what it writes just before is what they read."""
-    call = _call() | {"q": _heads_first(_call()["q"])}
+    call = _call(num_heads)
+    call["q"] = heads_first(call["q"])
     expected = checked(call)
     late = {name: value.clone() if isinstance(value, Tensor) else value for name, value in call.items()}
-    late["q"] = _heads_first(torch.full_like(call["q"], torch.nan))
+    late["q"] = heads_first(torch.full_like(call["q"], torch.nan))
     late["seq_lens"].zero_()
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -197,3 +204,26 @@ def test_another_stream_and_another_current_device() -> None:
         with torch.cuda.device(0):
             check(pagedmla.decode(there.pop("q"), there.pop("kv_cache"), there.pop("block_table"),
                                   there.pop("seq_lens"), backend="gluon", **there), call)  # fmt: skip
+
+
+def _page_of_one_token(cache: Tensor, kind: str) -> Tensor:
+    """The same numbers [num_pages, 1, 576], with another stride where a page has no second token."""
+    if kind == "layers by slot":
+        return _layer(cache, 2)
+    return cache.as_strided(cache.shape, (576, len(cache) * 576, 1))
+
+
+@pytest.mark.parametrize("kind", ["layers by slot", "as transposed"])
+@pytest.mark.parametrize("longest", [700, 9000])
+def test_tokens_that_are_copied_one_by_one_lie_where_the_pages_say(kind: str, longest: int) -> None:
+    call = arguments(make_batch([133, 0, longest], num_heads=16, spread=0.7), 1) | {"cu_seqlens_q": None}
+    plain = checked(call)
+    other = call | {"kv_cache": _page_of_one_token(call["kv_cache"], kind)}
+    assert same_bits(plain, run(other))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_tokens_lie_at_multiples_of_16_bytes_and_of_no_more(page_size: int) -> None:
+    call = arguments(make_batch([133, 0, 700], num_heads=16), page_size) | {"cu_seqlens_q": None}
+    cache = torch.cat([call["kv_cache"], torch.full_like(call["kv_cache"][..., :8], torch.nan)], -1)
+    assert same_bits(checked(call), run(call | {"kv_cache": cache[..., :576]}))

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from pagedmla.kernels.gluon.few_heads.layouts import (
-    KEYS,
-    LATENT,
     OUT,
     QUERY_EMPTY,
     QUERY_FULL,
+    STAGES,
     row_layout,
-    state_layout,
     transposed,
 )
-from pagedmla.kernels.gluon.few_heads.pieces import FEW, add_pieces, publish, unite
-from pagedmla.kernels.gluon.few_heads.shares import (
-    following,
-    kv_tiles,
-    row_tiles,
-    unit_at,
-)
 from pagedmla.kernels.gluon.few_heads.tiles import attend_tile
+from pagedmla.kernels.gluon.layouts import KEYS, LATENT
+from pagedmla.kernels.gluon.pieces import add_pieces, publish, unite
+from pagedmla.kernels.gluon.shares import following, key_tiles, sequence_end, unit_at
 from pagedmla.kernels.split_kv.merge import LN2
+
+# pieces of a row tile that its first program adds in its own registers
+FEW = gl.constexpr(4)
 
 
 @gluon.jit
 def attend_segment(
-    shared, k, tile, share_end, unit, place, scale_log2,
+    shared, k, tile, share_end, unit, extra, place, scale_log2,
     CAUSAL: gl.constexpr, NUM_HEADS: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -48,48 +45,62 @@ def attend_segment(
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout(ROWS))
     l = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
     c = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
-    key_end = gl.minimum(share_end, unit.begin + (place.kv_len + KEYS - 1) // KEYS)
-    for t in range(tile, key_end):
+    first, last = key_tiles(tile, gl.minimum(share_end, unit.end), unit.begin, place.kv_len, extra)
+    for t in range(first, last):
         o, m, l, c = attend_tile(
-            shared, o, m, l, c, k, (t - unit.begin) * KEYS, place.kv_len, visible_len, seen_by_all,
-            t == key_end - 1, scale_log2, CAUSAL, ROWS,
+            shared, o, m, l, c, k, t * KEYS, place.kv_len, visible_len, seen_by_all,
+            t == last - 1, scale_log2, CAUSAL, ROWS,
         )  # fmt: skip
         k += 1
-    if tile >= key_end:
+    if first >= last:
         # nobody needs the query of a sequence without keys
         mbarrier.arrive(shared.signals.index(QUERY_EMPTY), count=1)
     return o, m, gl.sum(l - c, axis=0), k
 
 
 @gluon.jit
-def normalise(o, m, l, ROWS: gl.constexpr):
-    """(out, base-2 lse) of a state, in ``state_layout``; zeros and -inf without keys."""
+def normalise(o, m, l):
+    """(out, base-2 lse) of a state; zeros and -inf without keys."""
     empty = l == 0.0
     divisor = gl.where(empty, 1.0, l)
     # whatever the accumulator holds there, a row without keys is zeros
     o = gl.where(empty[None, :], 0.0, o * (1.0 / divisor)[None, :])
-    lse2 = gl.where(empty, float("-inf"), m + gl.log2(divisor))
-    LAYOUT: gl.constexpr = state_layout(ROWS)
-    return gl.convert_layout(o, LAYOUT), gl.convert_layout(lse2, gl.SliceLayout(0, LAYOUT))
+    return o, gl.where(empty, float("-inf"), m + gl.log2(divisor))
 
 
 @gluon.jit
-def store_rows(o, lse2, unit, place, outputs, NUM_HEADS: gl.constexpr, ROWS: gl.constexpr):
-    """Writes the final rows of a row tile.
+def release(shared, k, has_keys):
+    """Says that nobody needs the place of a segment's last tile, the program's ``k``-th; it may have been written on."""
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(shared.empty.index(k % STAGES), count=1, pred=has_keys)
+
+
+@gluon.jit
+def store_rows(
+    shared, o, lse2, k, has_keys, unit, place, outputs, NUM_HEADS: gl.constexpr, ROWS: gl.constexpr
+):
+    """Writes the final rows of a row tile, sorted in the place of the segment's last tile, the program's ``k``-th.
 
     Strides of ``out`` that are multiples of 16 are known as such when this is compiled; if they were not, every number would be
     a store of its own.
     """
     first = unit.row_tile * ROWS
     num_rows = place.q_len * NUM_HEADS
-    narrow = gl.convert_layout(o.to(outputs.out.dtype.element_ty), OUT)
-    row = first + gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
-    column = gl.arange(0, LATENT, gl.SliceLayout(1, OUT))
+    narrow = gl.zeros([ROWS, LATENT], outputs.out.dtype.element_ty, OUT)
+    if has_keys:
+        sorted_rows = shared.keys.index(k % STAGES).slice(0, ROWS, dim=0)
+        sorted_rows.permute((1, 0)).store(o.to(outputs.out.dtype.element_ty))
+        gl.thread_barrier()
+        narrow = sorted_rows.load(OUT)
+    release(shared, k, has_keys)
+    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    column = gl.arange(0, LATENT, gl.SliceLayout(0, OUT))
     token = (place.q_begin + row // NUM_HEADS).to(gl.int64)
     head = (row % NUM_HEADS).to(gl.int64)
     final = outputs.out + token * outputs.out_token_stride + head * outputs.out_head_stride
-    gl.store(final[None, :] + column[:, None], narrow, mask=(row < num_rows)[None, :])
-    row = first + gl.arange(0, ROWS, gl.SliceLayout(0, state_layout(ROWS)))
+    gl.store(final[:, None] + column[None, :], narrow, mask=(row < num_rows)[:, None])
+    row = first + gl.arange(0, ROWS, row_layout(ROWS))
     token = (place.q_begin + row // NUM_HEADS).to(gl.int64)
     head = (row % NUM_HEADS).to(gl.int64)
     lse = outputs.lse + token * outputs.lse_token_stride + head * outputs.lse_head_stride
@@ -114,48 +125,54 @@ def attend_share(
     first_before = 0
     q_begin_before = 0
     q_len_before = 0
-    row_tile_before = 0
+    row_before = 0
     pieces_after = 0
     q_begin_after = 0
     q_len_after = 0
-    row_tile_after = 0
+    row_after = 0
     while tile < share_end:
-        sequence_end = place.before + row_tiles(place.q_len, NUM_HEADS, ROWS) * kv_tiles(place.kv_len)
-        if tile < sequence_end:
+        end_of_sequence = sequence_end(place, shares.extra, NUM_HEADS, ROWS)
+        if tile < end_of_sequence:
             unit = unit_at(tile, place, worker, share, shares, ONE_ROW_TILE)
             mbarrier.wait(shared.signals.index(QUERY_FULL), turn & 1)
             o, m, l, k = attend_segment(
-                shared, k, tile, share_end, unit, place, scale_log2,
+                shared, k, tile, share_end, unit, shares.extra, place, scale_log2,
                 CAUSAL, NUM_HEADS, ROWS,
             )  # fmt: skip
             turn += 1
+            # a segment without keys has taken no tile
+            has_keys = place.kv_len > 0
+            k_last = gl.maximum(k - 1, 0)
             if RAGGED:
                 # query tokens before the first start are nobody's, though the first sequence's row tiles hold them
                 row = unit.row_tile * ROWS + gl.arange(0, ROWS, row_layout(ROWS))
                 l = gl.where(place.q_begin + row // NUM_HEADS < gl.load(batch.cu_seqlens_q), 0.0, l)
-            o, lse2 = normalise(o, m, l, ROWS)
+            o, lse2 = normalise(o, m, l)
             begins = worker == unit.first
             if begins & (unit.pieces <= FEW):
                 if unit.pieces > 1:
-                    o, lse2 = add_pieces(o, lse2, worker, unit.pieces, partials, ROWS)
-                store_rows(o, lse2, unit, place, outputs, NUM_HEADS, ROWS)
+                    rows_first, lse2 = add_pieces(o.permute((1, 0)), lse2, worker, unit.pieces, partials)
+                    o = gl.convert_layout(rows_first.permute((1, 0)), transposed(ROWS))
+                    lse2 = gl.convert_layout(lse2, row_layout(ROWS))
+                store_rows(shared, o, lse2, k_last, has_keys, unit, place, outputs, NUM_HEADS, ROWS)
             else:
-                publish(o, lse2, unit, worker, partials, ROWS)
+                release(shared, k_last, has_keys)
+                publish(o.permute((1, 0)), lse2, unit, worker, partials, FEW)
                 if unit.pieces > FEW:
                     if begins:
                         pieces_after = unit.pieces
                         q_begin_after = place.q_begin
                         q_len_after = place.q_len
-                        row_tile_after = unit.row_tile
+                        row_after = unit.row_tile * ROWS
                     else:
                         pieces_before = unit.pieces
                         first_before = unit.first
                         q_begin_before = place.q_begin
                         q_len_before = place.q_len
-                        row_tile_before = unit.row_tile
+                        row_before = unit.row_tile * ROWS
             tile = gl.minimum(unit.end, share_end)
-        if tile >= sequence_end:
-            place = following(place, sequence_end, share_end, batch, RAGGED)
+        if (tile >= end_of_sequence) & (tile < share_end):
+            place = following(place, end_of_sequence, share_end, batch, RAGGED)
     # one loop, so that the code of it is there once
     for which in range(2):
         is_before = which == 0
@@ -165,6 +182,6 @@ def attend_share(
             rows = (
                 gl.where(is_before, q_begin_before, q_begin_after),
                 gl.where(is_before, q_len_before, q_len_after),
-                gl.where(is_before, row_tile_before, row_tile_after),
+                gl.where(is_before, row_before, row_after),
             )
-            unite(first, pieces, worker - first, rows, outputs, partials, ROWS, NUM_HEADS)
+            unite(first, pieces, worker - first, rows, outputs, partials, ROWS, LATENT, NUM_HEADS, True)

@@ -1,4 +1,4 @@
-"""The decode kernel for few rows a sequence: one warpgroup that computes, one warp that loads, and no other launch."""
+"""The decode kernel for few rows a sequence: one warpgroup that computes, four warps that load, and no other launch."""
 
 from __future__ import annotations
 
@@ -6,45 +6,59 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from pagedmla.kernels.gluon.addresses import GATHER_WARPS
 from pagedmla.kernels.gluon.few_heads.consumer import attend_share
 from pagedmla.kernels.gluon.few_heads.layouts import (
+    EXTRA,
+    QUERY_EMPTY,
+    QUERY_FULL,
+    ROPE_STAGES,
+    SIGNALS,
+    STAGES,
+    Queries,
+    Shared,
+)
+from pagedmla.kernels.gluon.few_heads.loader import load_share
+from pagedmla.kernels.gluon.layouts import (
+    CHUNK,
     KEYS,
     LATENT,
     ROPE,
-    SIGNALS,
-    STAGES,
     TILE_LAYOUT,
     Batch,
+    Outputs,
+    Pages,
     Partials,
-    Shared,
-    weights_layout,
 )
-from pagedmla.kernels.gluon.few_heads.loader import load_share
-from pagedmla.kernels.gluon.few_heads.shares import share_of
-from pagedmla.kernels.gluon.layouts import Cache, Outputs, Queries
+from pagedmla.kernels.gluon.shares import share_of
 
 # arguments that vary from step to step: a compilation for each kind of value would be one too many
 STEP_ARGUMENTS = (
-    "q_rope_column", "rows_per_page", "num_pages", "num_seqs", "num_tokens", "even_q_len", "capacity",
+    "q_token_chunks", "q_head_chunks", "q_rope_token_chunks", "q_rope_head_chunks", "q_rope_column",
+    "rows_per_page", "num_pages", "token_chunks", "num_seqs", "num_tokens", "even_q_len", "capacity",
     "block_table_stride", "seq_lens_stride", "cu_seqlens_q_stride", "lse_token_stride", "lse_head_stride",
 )  # fmt: skip
 
 
 @gluon.jit
-def open_barriers(barriers, COUNT: gl.constexpr):
+def open_barriers(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for barrier in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(barrier), count=1)
+        mbarrier.init(barriers.index(barrier), count=ARRIVALS)
 
 
 @gluon.jit(do_not_specialize=STEP_ARGUMENTS)
 def decode_few_heads(
-    q_desc,
-    q_rope_desc,
+    q,
+    q_token_chunks: gl.int64,
+    q_head_chunks: gl.int64,
+    q_rope,
+    q_rope_token_chunks: gl.int64,
+    q_rope_head_chunks: gl.int64,
     q_rope_column,
-    latent_desc,
-    rope_desc,
     rows_per_page,
     num_pages,
+    kv_cache,
+    token_chunks: gl.int64,
     block_table,
     block_table_stride: gl.int64,
     block_table_column_stride: gl.int64,
@@ -70,17 +84,18 @@ def decode_few_heads(
     CAUSAL: gl.constexpr,
     NUM_HEADS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    ROWS: gl.constexpr,
     SCAN: gl.constexpr,
     ONE_ROW_TILE: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
     """Grid (programs), launched cooperatively: see pieces.py.
 
-    Descriptors are of matrices [rows, numbers]; they copy [ROWS, 512], [ROWS, 64], [64, 512] and [64, 64] at once.  A row of
-    the cache is a token, latent first, and page p begins at row p * rows_per_page.  PAGE_SIZE: tokens, a multiple of 64, so
-    that a tile of keys lies in one page.  CAUSAL: rows of a tile may differ in what they see.  RAGGED: there are query starts;
-    otherwise each sequence has even_q_len query tokens.  SCAN: sequences that are looked at at a time; SMALL_SCAN, if there are
+    Rows are copied 16 bytes at a time, and what is called chunks counts those from one token, head or row to the next; rotated
+    parts of queries begin at column q_rope_column of q_rope.  A row of the cache is a token, latent first, and page p begins at
+    row p * rows_per_page.  PAGE_SIZE: tokens.
+    CAUSAL: rows of a tile may differ in what they see.  RAGGED: there are query starts; otherwise each sequence has even_q_len
+    query tokens.  SCAN: sequences that are looked at at a time; SMALL_SCAN, if there are
     fewer than that.  ONE_ROW_TILE: without RAGGED, where a sequence has ROWS rows or fewer.
 
     ``Partials`` says what partial_out, partial_lse and flags are; they may hold anything, and flags hold 0 where they were
@@ -89,30 +104,36 @@ def decode_few_heads(
     dtype: gl.constexpr = out.dtype.element_ty
     shared = Shared(
         keys=gl.allocate_shared_memory(dtype, [STAGES, KEYS, LATENT], TILE_LAYOUT),
-        rope=gl.allocate_shared_memory(dtype, [STAGES, KEYS, ROPE], TILE_LAYOUT),
+        rope=gl.allocate_shared_memory(dtype, [ROPE_STAGES, KEYS, ROPE], TILE_LAYOUT),
         query=gl.allocate_shared_memory(dtype, [ROWS, LATENT], TILE_LAYOUT),
         query_rope=gl.allocate_shared_memory(dtype, [ROWS, ROPE], TILE_LAYOUT),
-        weights=gl.allocate_shared_memory(dtype, [KEYS, ROWS], weights_layout(ROWS)),
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         signals=gl.allocate_shared_memory(gl.int64, [SIGNALS, 1], mbarrier.MBarrierLayout()),
     )
-    open_barriers(shared.full, STAGES)
-    open_barriers(shared.empty, STAGES)
-    open_barriers(shared.signals, SIGNALS)
+    open_barriers(shared.full, STAGES, 32 * GATHER_WARPS)
+    open_barriers(shared.empty, STAGES, 1)
+    mbarrier.init(shared.signals.index(QUERY_FULL), count=32 * GATHER_WARPS)
+    mbarrier.init(shared.signals.index(QUERY_EMPTY), count=1)
     batch = Batch(
         seq_lens, seq_lens_stride, cu_seqlens_q, cu_seqlens_q_stride,
         num_seqs, num_tokens, even_q_len, capacity,
     )  # fmt: skip
-    cache = Cache(
-        latent_desc, rope_desc, rows_per_page, num_pages,
+    pages = Pages(
+        kv_cache, token_chunks, rows_per_page, num_pages,
         block_table, block_table_stride, block_table_column_stride,
     )  # fmt: skip
-    queries = Queries(q_desc, q_rope_desc, q_rope_column)
+    queries = Queries(
+        q, q_token_chunks, q_head_chunks,
+        # a multiple of what a thread copies at once, which the compiler is to see
+        q_rope + q_rope_column // CHUNK * CHUNK, q_rope_token_chunks, q_rope_head_chunks,
+    )  # fmt: skip
     outputs = Outputs(out, out_token_stride, out_head_stride, lse, lse_token_stride, lse_head_stride)
-    partials = Partials(partial_out, partial_lse, flags)
+    partials = Partials(partial_out, partial_lse, flags, gl.num_programs(0))
     worker = gl.program_id(0)
-    share, place, shares = share_of(worker, batch, RAGGED, NUM_HEADS, ROWS, SCAN, ONE_ROW_TILE)
+    share, place, shares = share_of(
+        worker, gl.num_programs(0), batch, RAGGED, NUM_HEADS, ROWS, SCAN, ONE_ROW_TILE, 1, EXTRA
+    )
     # the tuples stand here: in a variable, a constant would be none any more
     gl.warp_specialize(
         [
@@ -126,11 +147,11 @@ def decode_few_heads(
             (
                 load_share,
                 (
-                    shared, share, place, batch, cache, queries,
+                    shared, share, shares.extra, place, batch, pages, queries,
                     RAGGED, NUM_HEADS, PAGE_SIZE, ROWS, ONE_ROW_TILE,
                 ),
             ),
         ],
-        [1],
+        [GATHER_WARPS],
         [LOADER_REGISTERS],
     )  # fmt: skip

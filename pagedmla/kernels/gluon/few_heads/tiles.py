@@ -21,13 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pagedmla.kernels.gluon.few_heads.layouts import (
-    COPY,
-    KEYS,
-    QUERY_EMPTY,
-    STAGES,
-    transposed,
-)
+from pagedmla.kernels.gluon.few_heads.layouts import COPY, QUERY_EMPTY, ROPE_STAGES, STAGES, transposed
+from pagedmla.kernels.gluon.layouts import KEYS
 
 # keys that are cleaned at a time: as many as a swizzle of shared memory goes over
 CLEANED = gl.constexpr(8)
@@ -41,11 +36,13 @@ def scores(shared, k, ROWS: gl.constexpr):
     LAYOUT: gl.constexpr = transposed(ROWS)
     stage = k % STAGES
     mbarrier.wait(shared.full.index(stage), (k // STAGES) & 1)
+    # threads wrote the keys, not the copy engine
+    fence_async_shared()
     zero = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
     s = warpgroup_mma(
         shared.keys.index(stage), shared.query.permute((1, 0)), zero, use_acc=False, is_async=True
     )
-    s = warpgroup_mma(shared.rope.index(k % STAGES), shared.query_rope.permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(shared.rope.index(k % ROPE_STAGES), shared.query_rope.permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, deps=(s,))
 
 
@@ -99,14 +96,16 @@ def attend_tile(
     # a row without a key yet: any finite number stands for its maximum, so that -inf - m is -inf and not nan
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - shift[None, :])
-    shared.weights.store(p.to(values.dtype))
+    # P lies [row, key] on the rotated part, which nobody needs once the tile is scored: shared memory is full
+    weights = shared.rope.index(k % ROPE_STAGES).slice(0, ROWS, dim=0).permute((1, 0))
+    weights.store(p.to(values.dtype))
     if is_edge:
         clean(values, first, kv_len, seen_by_all, CAUSAL)
     fence_async_shared()
     factor = gl.exp2(m - shift)
     o = o * factor[None, :]
     gl.thread_barrier()
-    o = warpgroup_mma(values.permute((1, 0)), shared.weights, o, is_async=True)
+    o = warpgroup_mma(values.permute((1, 0)), weights, o, is_async=True)
     # in the shadow of the product
     l = l * factor[None, :]
     if COMPENSATED_ROWS >= ROWS:
@@ -118,5 +117,6 @@ def attend_tile(
         l += p
     o = warpgroup_mma_wait(0, deps=(o,))
     gl.thread_barrier()
-    mbarrier.arrive(shared.empty.index(k % STAGES), count=1)
+    # the last tile's place serves to sort the rows in, and is free after that
+    mbarrier.arrive(shared.empty.index(k % STAGES), count=1, pred=is_last == 0)
     return o, m_new, l, c

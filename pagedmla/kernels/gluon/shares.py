@@ -4,7 +4,8 @@ Work is laid end to end: sequence after sequence, each sequence's row tiles one 
 (docs/schedules.md).  Worker w takes tiles border(w) .. border(w + 1) - 1.  Borders lie at equal distances, but for two things,
 since a cut costs microseconds: a border that would cut off a sixteenth of a share or less moves to the end that is so near;
 and where all row tiles have as many KV tiles as the next, a worker takes whole ones, or an equal part of one, if that leaves
-few workers over.
+few workers over.  Where they do not, each row tile counts some tiles more than it has, before its first: the time that it takes
+to begin and to end one, so that who has many short sequences has fewer keys.
 
 All numbers are i32: the launcher refuses batches whose tiles an i32 could not count.  This code runs once, so most of its time
 goes into fetching it: it is kept short, above all free of the long sequences that integer divisions are.
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from pagedmla.kernels.gluon.few_heads.layouts import COMPUTE_WARPS, KEYS, scan_layout
+from pagedmla.kernels.gluon.layouts import COMPUTE_WARPS, KEYS, scan_layout
 
 # a border moves by a share / SLACK at most
 SLACK = gl.constexpr(16)
@@ -43,7 +44,9 @@ class Shares(NamedTuple):
     """How all tiles are shared out.
 
     Attributes:
-        total: KV tiles of all row tiles; workers: programs that have some.
+        total: tiles of all row tiles; workers: programs that have some.
+        extra: tiles that each row tile counts more than it has KV tiles.
+        even_tiles: KV tiles of each row tile, or 0 where they differ.
         base, rest: worker w's ideal first tile is w * base + min(w, rest) within a span.
         slack: tiles by which a border may move.
         span, span_workers: tiles that are shared out among so many workers, and the next tiles among the next: all tiles among
@@ -52,6 +55,8 @@ class Shares(NamedTuple):
 
     total: Any
     workers: Any
+    extra: Any
+    even_tiles: Any
     base: Any
     rest: Any
     slack: Any
@@ -133,6 +138,15 @@ def kv_tiles(kv_len):
 
 
 @gluon.jit
+def key_tiles(tile, end, begin, kv_len, extra):
+    """(first, the one past the last) KV tile of a row tile, which begins at ``begin``, in tiles ``tile`` .. ``end`` - 1 of all
+    work; a sequence without keys has one tile, of which nothing is read.
+    """
+    last = gl.minimum(end - begin - extra, (kv_len + KEYS - 1) // KEYS)
+    return gl.maximum(tile - begin - extra, 0), last
+
+
+@gluon.jit
 def row_tiles(q_len, NUM_HEADS: gl.constexpr, ROWS: gl.constexpr):
     """Row tiles of a sequence with ``q_len`` query tokens."""
     return (q_len * NUM_HEADS + ROWS - 1) // ROWS
@@ -161,10 +175,11 @@ def look_at(
 
 @gluon.jit
 def share_out(
-    sequences, batch,
+    sequences, programs, batch,
     RAGGED: gl.constexpr, NUM_HEADS: gl.constexpr, ROWS: gl.constexpr, SCAN: gl.constexpr,
+    SMALLEST: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
-    """The ``Shares`` of the launch's programs; ``sequences`` are the first SCAN."""
+    """The ``Shares`` of so many programs; ``sequences`` are the first SCAN."""
     total = gl.sum(sequences.row_tiles * sequences.kv_tiles, 0)
     units = gl.sum(sequences.row_tiles, 0)
     longest = gl.max(gl.where(sequences.row_tiles > 0, sequences.kv_tiles, 0), 0)
@@ -179,25 +194,32 @@ def share_out(
                 longest = gl.maximum(longest, gl.max(gl.where(more.row_tiles > 0, more.kv_tiles, 0), 0))
                 shortest = gl.minimum(shortest, gl.min(gl.where(more.row_tiles > 0, more.kv_tiles, _MOST), 0))
                 start = gl.maximum(start, gl.max(more.q_end, 0))
-    programs = gl.num_programs(0)
-    workers = gl.maximum(gl.minimum(programs, total), 1)
+    workers = gl.maximum(gl.minimum(programs, total // SMALLEST), 1)
+    extra = 0
+    even_tiles = longest
+    if longest != shortest:
+        even_tiles = 0
+        # a quarter of a share at most, so that no two borders are within the extra tiles of one row tile
+        extra = gl.minimum(EXTRA, divide(total, workers) // 4)
+        total += units * extra
     span = total
     span_workers = workers
-    can_be_even = longest == shortest
-    if can_be_even:
+    if even_tiles > 0:
         # row tiles of a worker, or workers of a row tile: with one of the two 1
         units_each = gl.maximum(divide(units + programs - 1, programs), 1)
-        workers_each = gl.minimum(gl.maximum(divide(programs, gl.maximum(units, 1)), 1), longest)
+        workers_each = gl.minimum(
+            gl.maximum(divide(programs, gl.maximum(units, 1)), 1), gl.maximum(longest // SMALLEST, 1)
+        )
         takers = divide(units + units_each - 1, units_each) * workers_each
-        # no more than a sixteenth of the programs goes without
-        if takers * 16 >= workers * 15:
+        # no more than a sixteenth of the programs goes without, but for those that there are no tiles for
+        if (takers * 16 >= workers * 15) | (workers < programs):
             workers = takers
             span = units_each * longest
             span_workers = workers_each
     base = divide(span, span_workers)
     rest = span - base * span_workers
-    slack = gl.where(span == total, base // SLACK, 0)
-    return Shares(total, workers, base, rest, slack, span, span_workers)
+    slack = gl.where(span == total, gl.maximum(base // SLACK, extra), 0)
+    return Shares(total, workers, extra, even_tiles, base, rest, slack, span, span_workers)
 
 
 @gluon.jit
@@ -223,11 +245,11 @@ def ideal_worker(tile, shares):
 
 @gluon.jit
 def find(
-    position, sequences, batch,
+    position, sequences, extra, batch,
     RAGGED: gl.constexpr, NUM_HEADS: gl.constexpr, ROWS: gl.constexpr, SCAN: gl.constexpr,
 ):  # fmt: skip
     """The ``Place`` of the sequence that holds tile ``position``; past the last tile, some place past the last sequence."""
-    all_before = gl.associative_scan(sequences.row_tiles * sequences.kv_tiles, 0, plus)
+    all_before = gl.associative_scan(sequences.row_tiles * (sequences.kv_tiles + extra), 0, plus)
     passed = all_before <= position
     sequence = gl.sum(passed.to(gl.int32), 0)
     before = gl.max(gl.where(passed, all_before, 0), 0)
@@ -241,7 +263,7 @@ def find(
             start = gl.max(sequences.q_end, 0)
             for first in range(SCAN, batch.num_seqs + 1, SCAN):
                 more = look_at(first, start, batch, RAGGED, NUM_HEADS, ROWS, SCAN)
-                all_before = total + gl.associative_scan(more.row_tiles * more.kv_tiles, 0, plus)
+                all_before = total + gl.associative_scan(more.row_tiles * (more.kv_tiles + extra), 0, plus)
                 passed = all_before <= position
                 sequence += gl.sum(passed.to(gl.int32), 0)
                 before = gl.maximum(before, gl.max(gl.where(passed, all_before, 0), 0))
@@ -255,6 +277,15 @@ def find(
         q_begin = sequence * batch.even_q_len
         q_len = batch.even_q_len
     return Place(sequence, before, q_begin, q_len, kv_length(sequence, batch))
+
+
+@gluon.jit
+def find_even(position, tiles, batch, NUM_HEADS: gl.constexpr, ROWS: gl.constexpr):
+    """`find` in a batch of sequences that are all alike, with ``tiles`` KV tiles each."""
+    each = row_tiles(batch.even_q_len, NUM_HEADS, ROWS) * tiles
+    sequence = divide(position, each)
+    q_begin = sequence * batch.even_q_len
+    return Place(sequence, sequence * each, q_begin, batch.even_q_len, kv_length(sequence, batch))
 
 
 @gluon.jit
@@ -272,9 +303,15 @@ def following(place, tile, end, batch, RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def row_tile_at(tile, place, ONE_ROW_TILE: gl.constexpr):
+def sequence_end(place, extra, NUM_HEADS: gl.constexpr, ROWS: gl.constexpr):
+    """The tile past the last of ``place``'s."""
+    return place.before + row_tiles(place.q_len, NUM_HEADS, ROWS) * (kv_tiles(place.kv_len) + extra)
+
+
+@gluon.jit
+def row_tile_at(tile, place, extra, ONE_ROW_TILE: gl.constexpr):
     """(row tile, its first tile, the one past its last) of ``place``'s that holds ``tile``."""
-    tiles = kv_tiles(place.kv_len)
+    tiles = kv_tiles(place.kv_len) + extra
     if ONE_ROW_TILE:
         return 0, place.before, place.before + tiles
     else:
@@ -287,7 +324,7 @@ def row_tile_at(tile, place, ONE_ROW_TILE: gl.constexpr):
 def border(worker, place, shares, ONE_ROW_TILE: gl.constexpr):
     """Where ``worker``'s share begins; ``place`` holds its ideal border."""
     ideal = ideal_border(worker, shares)
-    _, begin, end = row_tile_at(ideal, place, ONE_ROW_TILE)
+    _, begin, end = row_tile_at(ideal, place, shares.extra, ONE_ROW_TILE)
     moved = gl.where(ideal - begin <= shares.slack, begin, gl.where(end - ideal <= shares.slack, end, ideal))
     return gl.where(ideal >= shares.total, shares.total, moved)
 
@@ -295,7 +332,7 @@ def border(worker, place, shares, ONE_ROW_TILE: gl.constexpr):
 @gluon.jit
 def unit_at(tile, place, worker, share, shares, ONE_ROW_TILE: gl.constexpr):
     """The ``Unit`` of sequence ``place`` that holds ``tile`` of ``worker``'s share, by the rule that ``border`` follows."""
-    row_tile, begin, end = row_tile_at(tile, place, ONE_ROW_TILE)
+    row_tile, begin, end = row_tile_at(tile, place, shares.extra, ONE_ROW_TILE)
     first = worker
     pieces = 1
     if (begin < share[0]) | (end > share[1]):
@@ -311,15 +348,28 @@ def unit_at(tile, place, worker, share, shares, ONE_ROW_TILE: gl.constexpr):
 
 @gluon.jit
 def share_of(
-    worker, batch,
+    worker, programs, batch,
     RAGGED: gl.constexpr, NUM_HEADS: gl.constexpr, ROWS: gl.constexpr, SCAN: gl.constexpr,
-    ONE_ROW_TILE: gl.constexpr,
+    ONE_ROW_TILE: gl.constexpr, SMALLEST: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
-    """((first tile, tile past the last) of ``worker``'s share, ``Place`` of the first, ``Shares`` of all)."""
+    """((first tile, tile past the last) of ``worker``'s share, ``Place`` of the first, ``Shares`` of all ``programs``).
+
+    SMALLEST: KV tiles that are worth a program of their own.  EXTRA: those that last as long as to begin and to end a row tile.
+    """
     sequences = look_at(0, 0, batch, RAGGED, NUM_HEADS, ROWS, SCAN)
-    shares = share_out(sequences, batch, RAGGED, NUM_HEADS, ROWS, SCAN)
-    first = find(ideal_border(worker, shares), sequences, batch, RAGGED, NUM_HEADS, ROWS, SCAN)
-    after = find(ideal_border(worker + 1, shares), sequences, batch, RAGGED, NUM_HEADS, ROWS, SCAN)
+    shares = share_out(sequences, programs, batch, RAGGED, NUM_HEADS, ROWS, SCAN, SMALLEST, EXTRA)
+    ideal = ideal_border(worker, shares)
+    next_ideal = ideal_border(worker + 1, shares)
+    if RAGGED:
+        first = find(ideal, sequences, shares.extra, batch, RAGGED, NUM_HEADS, ROWS, SCAN)
+        after = find(next_ideal, sequences, shares.extra, batch, RAGGED, NUM_HEADS, ROWS, SCAN)
+    else:
+        if shares.even_tiles > 0:
+            first = find_even(ideal, shares.even_tiles, batch, NUM_HEADS, ROWS)
+            after = find_even(next_ideal, shares.even_tiles, batch, NUM_HEADS, ROWS)
+        else:
+            first = find(ideal, sequences, shares.extra, batch, RAGGED, NUM_HEADS, ROWS, SCAN)
+            after = find(next_ideal, sequences, shares.extra, batch, RAGGED, NUM_HEADS, ROWS, SCAN)
     tile = border(worker, first, shares, ONE_ROW_TILE)
     end = border(worker + 1, after, shares, ONE_ROW_TILE)
     end = gl.where(worker < shares.workers, end, tile)
