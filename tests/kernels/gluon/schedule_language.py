@@ -69,6 +69,9 @@ class Language:
     def __init__(self) -> None:
         self.loads = 0
 
+    def thread_barrier(self) -> None:
+        """A program is one thread here."""
+
     def load(self, pointer: Pointer) -> Number:
         self.loads += 1
         assert self.loads < _MOST_LOADS, "a program runs for ever"

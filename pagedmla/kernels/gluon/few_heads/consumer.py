@@ -53,7 +53,8 @@ def attend_segment(
         )  # fmt: skip
         k += 1
     if first >= last:
-        # nobody needs the query of a sequence without keys
+        # nobody needs the query of a sequence without keys, once all threads have seen that it was there
+        gl.thread_barrier()
         mbarrier.arrive(shared.signals.index(QUERY_EMPTY), count=1)
     return o, m, gl.sum(l - c, axis=0), k
 

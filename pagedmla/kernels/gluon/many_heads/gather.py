@@ -57,6 +57,8 @@ def gather_share(
         if tile < end_of_sequence:
             group, begin, end = row_tile_at(tile, place, extra, ONE_ROW_TILE)
             first_row = group * GROUP + lane * ROWS
+            # one thread arrives with the query: the others must not be a sequence behind
+            gl.thread_barrier()
             load_query(shared, place.q_begin * NUM_HEADS + first_row, turn, queries)
             turn += 1
             segment_end = gl.minimum(end, share_end)

@@ -129,6 +129,8 @@ def finite(m):
     """``m``, or any finite number for a row without a key yet: so that -inf - m is -inf and not nan.
 
     A score that overflows is to break its row, and scores are multiplied and subtracted from at once, which would hide that.
+    So weights count from a maximum that was rounded by itself, which all of a row share: docs/contract.md says from where on
+    that matters.
     """
     return gl.where(m == float("-inf"), 0.0, gl.where(m == float("inf"), float("nan"), m))
 
