@@ -10,6 +10,7 @@ shares.py        which keys each program takes, worked out by the programs thems
 addresses.py     where tokens lie of pages that hold no whole tile
 pieces.py        what becomes of a row tile that several programs share
 layouts.py       sizes and records of both kernels
+barriers.py      how both use barriers in shared memory
 opaque.py        what keeps the compiler from holding too much in registers
 workspace.py     where programs leave what others are to unite
 tensors.py       what the copy engine takes of the given tensors

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from pagedmla.kernels.gluon.barriers import arrive
 from pagedmla.kernels.gluon.few_heads.layouts import (
     OUT,
     QUERY_EMPTY,
@@ -54,8 +55,7 @@ def attend_segment(
         k += 1
     if first >= last:
         # nobody needs the query of a sequence without keys, once all threads have seen that it was there
-        gl.thread_barrier()
-        mbarrier.arrive(shared.signals.index(QUERY_EMPTY), count=1)
+        arrive(shared.signals.index(QUERY_EMPTY))
     return o, m, gl.sum(l - c, axis=0), k
 
 

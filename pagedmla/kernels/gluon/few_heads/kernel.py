@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from pagedmla.kernels.gluon.addresses import GATHER_WARPS
+from pagedmla.kernels.gluon.barriers import open_barriers
 from pagedmla.kernels.gluon.few_heads.consumer import attend_share
 from pagedmla.kernels.gluon.few_heads.layouts import (
     EXTRA,
@@ -38,12 +39,6 @@ STEP_ARGUMENTS = (
     "rows_per_page", "num_pages", "token_chunks", "num_seqs", "num_tokens", "even_q_len", "capacity",
     "block_table_stride", "seq_lens_stride", "cu_seqlens_q_stride", "lse_token_stride", "lse_head_stride",
 )  # fmt: skip
-
-
-@gluon.jit
-def open_barriers(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    for barrier in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(barrier), count=ARRIVALS)
 
 
 @gluon.jit(do_not_specialize=STEP_ARGUMENTS)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
+from pagedmla.kernels.gluon.barriers import arrive
 from pagedmla.kernels.gluon.layouts import KEYS
 from pagedmla.kernels.gluon.many_heads.layouts import (
     ACCUMULATOR,
@@ -31,7 +32,7 @@ from pagedmla.kernels.gluon.many_heads.layouts import (
     SUMMED_RIGHT,
 )
 from pagedmla.kernels.gluon.many_heads.loader import keys_of
-from pagedmla.kernels.gluon.many_heads.pair import arrive, left_pair, right_pair
+from pagedmla.kernels.gluon.many_heads.pair import left_pair, right_pair
 from pagedmla.kernels.gluon.opaque import zero_here
 from pagedmla.kernels.gluon.pieces import publish, unite
 from pagedmla.kernels.gluon.shares import following, key_tiles, sequence_end, unit_at

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from pagedmla.kernels.gluon.addresses import GATHER_WARPS
+from pagedmla.kernels.gluon.barriers import open_barriers
 from pagedmla.kernels.gluon.layouts import (
     KEYS,
     ROPE,
@@ -41,12 +42,6 @@ STEP_ARGUMENTS = (
     "q_rope_column", "rows_per_page", "token_chunks", "num_pages", "num_seqs", "num_tokens", "even_q_len", "capacity",
     "block_table_stride", "seq_lens_stride", "cu_seqlens_q_stride", "lse_token_stride", "lse_head_stride",
 )  # fmt: skip
-
-
-@gluon.jit
-def open_barriers(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    for barrier in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(barrier), count=ARRIVALS)
 
 
 @gluon.jit

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pagedmla.kernels.gluon.barriers import arrive
 from pagedmla.kernels.gluon.layouts import KEYS, TILE_LAYOUT
 from pagedmla.kernels.gluon.many_heads.layouts import (
     COPY,
@@ -49,13 +50,6 @@ from pagedmla.kernels.gluon.opaque import zero_here
 
 # columns of a tile that lie together in shared memory: 128 bytes
 SWIZZLED = gl.constexpr(64)
-
-
-@gluon.jit
-def arrive(barrier):
-    """Arrives for the whole warpgroup: one of its threads does, after all of them have come here."""
-    gl.thread_barrier()
-    mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit
